@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: demo test test-lab test-all gpu-proof gpu-rehearsal mistakes mutation port-js live exercises smollm lint picture notebooks benchmarks clean
+.PHONY: demo test test-course test-lab test-all gpu-proof gpu-rehearsal mistakes mutation port-js live exercises smollm lint picture notebooks benchmarks clean
 
 demo: $(VENV)/run
 	@echo "== in float32: is the text the very same?"
@@ -13,15 +13,18 @@ demo: $(VENV)/run
 	$(PY) generate.py "Once upon a time" --compare --exact
 
 test: $(VENV)/dev
-	$(PY) -m pytest -n auto --dist worksteal --ignore tests/test_notebooks.py
-	@echo "Not run: the notebooks, the lab's tests, planted mistakes and the grader's own test: make test-all"
+	$(PY) -m pytest -n auto --dist worksteal
+	@echo "These were the library's tests. All others (course, ports, lab, notebooks, mistakes): make test-all"
+
+test-course: $(VENV)/dev
+	$(PY) -m pytest -n auto --dist worksteal exercises/tests porting/tests
 
 test-lab: $(VENV)/dev
 	$(PY) -m pytest -n auto --dist worksteal lab/tests
 
 # All that can be tested without a GPU: what .ci/run does.
-test-all: lint test test-lab mistakes exercises smollm
-	$(PY) -m pytest -n auto --dist worksteal tests/test_notebooks.py
+test-all: lint test test-course test-lab mistakes exercises smollm
+	$(PY) -m pytest -n auto --dist worksteal notebooks/tests
 
 # What only a GPU can show, in eight minutes; and the same without one, as a rehearsal: see docs/gpu.md.
 gpu-proof: $(VENV)/dev
@@ -52,7 +55,7 @@ exercises: $(VENV)/dev
 	$(PY) exercises/check.py
 
 picture: $(VENV)/run
-	$(PY) docs/loop.py
+	$(PY) docs/pictures.py
 	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --picture docs/run.svg
 	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --gamma 3 --temperature 0.8 --top-p 0.95 --page docs/run.html
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from families import read_config, write_config
-from model import MLP, Attention, Transformer
-from support.files import find_weights, guarded, read_text, read_tokenizer, replacing, write_file
+from files import find_weights, guarded, read_text, read_tokenizer, replacing, write_file
+from model import MLP, Attention, Transformer, put
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -74,7 +74,6 @@ def save(model, folder, tokenizer):
     keeps its chat template, special tokens and settings."""
     c = model.c
     folder = Path(folder)
-    beside = getattr(model, "beside", {})
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, piece in parts(model):
@@ -83,12 +82,12 @@ def save(model, folder, tokenizer):
         save_file(tensors, path, metadata={"format": "pt"})
 
     ids = {"bos_token_id": c.bos, "eos_token_id": list(c.eos) or None}
-    settings = json.loads(beside.get("generation_config.json", "{}"))
+    settings = json.loads(model.beside.get("generation_config.json", "{}"))
     special = {"bos_token": c.bos, "eos_token": next(iter(c.eos), None)}
     names = {key: tokenizer.id_to_token(i) for key, i in special.items() if i is not None}
     names["tokenizer_class"] = "PreTrainedTokenizerFast"
     texts = {"tokenizer_config.json": json.dumps(names, indent=2)}
-    texts |= beside
+    texts |= model.beside
     texts["config.json"] = json.dumps(write_config(c, model.tok.dtype) | ids, indent=2)
     texts["generation_config.json"] = json.dumps(settings | ids, indent=2)
     texts["tokenizer.json"] = tokenizer.to_str(pretty=True)
@@ -161,12 +160,6 @@ def parts(model):
     """
     for module, key, names in layout(model):
         yield from zip(names, split(module, key, getattr(module, key)), strict=True)
-
-
-def put(module, key, value):
-    """Replace a parameter of a module by `value`, a parameter or a module."""
-    delattr(module, key)
-    setattr(module, key, value)
 
 
 def stored_shape(name, piece):

@@ -9,8 +9,8 @@ the raw softmax, so that they have a meaning at temperature 0, too.
 from dataclasses import dataclass
 from itertools import pairwise
 
+from drafter import Rule
 from sampling import raw_probs
-from speculative import Rule
 
 MOST = 16  # the longest draft that is considered; a rule with a published limit may draft more
 
@@ -160,15 +160,17 @@ class Costs:
         head smaller (`share`)."""
         return self.pricing(sublayers, share)(self.context) / self.whole
 
-    def pass_cost(self, T):
-        """The cost of a pass over T tokens relative to one token: linear between the measured
-        widths and beyond the last one. Counted in weights it is 1 for every T, since a pass reads
-        them once.
+    def pass_cost(self, T, rows=1):
+        """The cost of a pass over T tokens of each row, relative to one token of each. It is linear
+        between the measured widths and beyond the last one. Counted in weights it is 1 for every T,
+        because a pass reads them once.
 
         >>> costs = Costs((2.0, 2.0), 1.0, ((1, 1.0), (2, 1.25), (4, 1.5)))
         >>> costs.pass_cost(3), costs.pass_cost(6)
         (1.375, 1.75)
         """
+        if rows > 1:
+            return self.pass_cost(rows * T) / self.pass_cost(rows)
         slope = 0.0
         for (low, before), (high, after) in pairwise(self.passes):
             slope = (after - before) / (high - low)

@@ -3,8 +3,8 @@
 The one thing to remember: a setting that this library would compute wrongly is refused, and the
 error names it.
 """
+from files import check_folder, guarded, read_json
 from model import Config
-from support.files import check_folder, guarded, read_json
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -1,5 +1,5 @@
-"""A KV cache that stores no length: slot = position in a text. A block of tokens sees itself and
-the slots before its own first slot.
+"""A KV cache that stores no length, because slot = position in a text. A block of tokens sees itself
+and the slots before its own first slot.
 
 The one thing to remember: rolling back is starting the next block earlier.
 
@@ -8,10 +8,12 @@ The one thing to remember: rolling back is starting the next block earlier.
     next round                t   e1     the block starts at t and overwrites what d2 and d3 left
 
 So there is no truncation, no padding mask and no realignment. The rows of a batch advance at
-different rates for free: a slot after the text is dead, and every mask hides it until it is
-overwritten. One rule makes this work: a layer that runs a block must hold every slot before it.
+different rates for free, because a slot after the text is dead, and every mask hides it until it is
+overwritten. All this rests on one rule. A layer that runs a block must hold every slot before it.
 """
 import torch
+
+from model import Placement
 
 
 class KVCache:
@@ -28,8 +30,9 @@ class KVCache:
         self.layers = list(zip(k, v, strict=True))      # views: a write indexes once
 
     def write(self, layer, k, v, at, start=0):
-        """Store k, v (B, Hkv, T, D) in the slots of their tokens, `at` a Placement, and return what
-        these tokens may read: the slots start .. at.end-1, (B, Hkv, S, D)."""
+        """Store k, v (B, Hkv, T, D) in the slots of their tokens, `at` a Placement, and return the
+        keys and values that these tokens may read, from the slots start .. at.end-1, (B, Hkv, S, D).
+        """
         keys, values = self.layers[layer]
         T = k.shape[2]
         if at.same:
@@ -37,7 +40,7 @@ class KVCache:
             keys[:, :, here] = k
             values[:, :, here] = v
         else:
-            slots = at.slots[:, None, -T:, None].expand_as(k)
+            slots = at.slots[:, None, :, None].expand_as(k)
             keys.scatter_(2, slots, k)
             values.scatter_(2, slots, v)
         return keys[:, :, start : at.end], values[:, :, start : at.end]
@@ -49,3 +52,23 @@ class KVCache:
             source = src[None, :, None, :, None].expand(shape)
             target = dst[None, :, None, :, None].expand(shape)
             t.scatter_(3, target, t.gather(3, source))
+
+
+def pick(x, index):
+    """The vectors of x (B, T, dim) at `index` (B, N) in each row. (B, N, dim)"""
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
+
+
+def prefill(model, tokens, cache, sublayers=None, trace=None):
+    """Run the model over tokens (B, T) into slots 0 .. T-1, `model.chunk` tokens at a time. Returns
+    x (B, T, dim). `Transformer.run` explains sublayers and trace."""
+    xs = []
+    traces = []
+    for i, part in enumerate(tokens.split(model.chunk, 1)):
+        first = i * model.chunk
+        at = Placement.span(first, first + part.shape[1], tokens.device)
+        traces.append(dict.fromkeys(trace or ()))
+        xs.append(model.run(model.embed(part), at, cache, sublayers, traces[-1]))
+    for tap in trace or ():
+        trace[tap] = torch.cat([part[tap] for part in traces], 1)
+    return torch.cat(xs, 1)

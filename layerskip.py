@@ -1,16 +1,19 @@
-"""Drafting with the target's own sub-layers: early exit (LayerSkip), skip sets (Draft & Verify),
-and the model itself in few bits, one drafter for all.
+"""Drafting with the target's own sub-layers. One drafter does early exit (LayerSkip), skip sets
+(Draft & Verify), and a quantised copy of the model.
 
 The one thing to remember: the sub-layers before the first gap (the first that is skipped) compute
 exactly what the target would. Its pass reuses their keys, values and hidden states (`Draft.reuse`).
-A copy in few bits hands nothing over: all that it computes is a little rough.
+A quantised copy hands nothing over, because everything it computes is slightly off.
 """
+from collections.abc import Sequence
+
 import torch
 
-from speculative import Drafter, Reuse, chain
+from drafter import Drafter, Reuse, Rule, chain
+from model import Transformer
 
 
-def without(n_layers, attn=(), mlp=()):
+def without(n_layers: int, attn: Sequence[int] = (), mlp: Sequence[int] = ()) -> list[int]:
     """The sub-layers that stay when the attentions of the blocks in `attn` and the MLPs of those in
     `mlp` are skipped. Raises ValueError for a block that does not exist, and if nothing stays.
 
@@ -26,8 +29,8 @@ def without(n_layers, attn=(), mlp=()):
     return check_sublayers([i for i in range(2 * n_layers) if i not in gone], n_layers)
 
 
-def skipped(n_layers, sublayers):
-    """The inverse of `without`: (attn, mlp), the blocks whose attention or MLP is skipped.
+def skipped(n_layers: int, sublayers: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The inverse of `without`. Returns (attn, mlp), the blocks whose attention or MLP is skipped.
 
     >>> skipped(3, [0, 1, 4])
     ([1], [1, 2])
@@ -36,7 +39,7 @@ def skipped(n_layers, sublayers):
     return [i // 2 for i in gone if i % 2 == 0], [i // 2 for i in gone if i % 2]
 
 
-def early_exit(n_layers, exit_layer):
+def early_exit(n_layers: int, exit_layer: int) -> list[int]:
     """The sub-layers of the first `exit_layer` blocks."""
     if not 1 <= exit_layer <= n_layers:
         raise ValueError(f"exit layer must lie between 1 and {n_layers} (all blocks), "
@@ -54,7 +57,7 @@ def check_sublayers(sublayers, n_layers):
 
 
 def shared_prefix(sublayers):
-    """How many sub-layers a draft runs before its first gap: the target need not repeat them.
+    """How many sub-layers a draft runs before its first gap. The target need not repeat them.
 
     >>> shared_prefix([0, 1, 2, 5, 6]), shared_prefix([1, 2])
     (3, 0)
@@ -65,16 +68,16 @@ def shared_prefix(sublayers):
 def same_model(model, state):
     """Raise ValueError if a drafter's model is not the target, whose states and cache it uses."""
     if model.blocks is not state.model.blocks:
-        raise ValueError("this drafter reads the target's own states: give it the model that "
-                         "decodes")
+        raise ValueError("this drafter reads the target's hidden states, so it must be built with "
+                         "the same model that decodes")
 
 
 class SelfDraft(Drafter):
-    """Draft with a subset of the target's sub-layers: range(2E) is early exit after the first E
-    blocks (Elhoushi et al. 2024, section 4), any other subset is layer skipping
+    """Draft with a subset of the target's sub-layers. range(2E) is early exit after the first E
+    blocks (Elhoushi et al. 2024, section 4), and any other subset is layer skipping
     (Zhang et al. 2023, section 3).
 
-    For two drafts d1, d2 after the last known token D:
+    Two tokens d1, d2 are drafted after the last known token D like this:
 
         block          D      d1     d2
         before the gap kept   kept   run last: no token is drafted from d2, but d2 must be verified
@@ -82,26 +85,28 @@ class SelfDraft(Drafter):
 
     Drafts write into the target's cache. Before the first gap they write what the target would.
     After it a draft reads exact old keys and its own rough new ones. The target's pass in this
-    round overwrites the latter before anything else reads them. So a draft needs no cache of its
-    own, and never has to read what the target wrote.
+    round overwrites the rough ones before anything else reads them. So a draft needs no cache of
+    its own, and never has to read what the target wrote.
 
-    model: the target, or a copy of it in few bits (`machine.quant.quantise`), which is so near to
-    it that the target's keys are as good as its own. (Another model needs its own: `ModelDraft`.)
+    `model` is the target, or a quantised copy (`machine.quant.quantise`), which is so close to the
+    target that the target's keys are as good as its own. Any other model needs its own cache, and a
+    `ModelDraft` has one.
     """
 
-    def __init__(self, model, sublayers, rule):
+    def __init__(self, model: Transformer, sublayers: Sequence[int], rule: Rule | int):
         super().__init__(rule)
-        self.model, self.sublayers = model, check_sublayers(sublayers, model.c.n_layers)
+        self.model = model
+        self.sublayers = check_sublayers(sublayers, model.c.n_layers)
 
     def begin(self, state, trace):
         self.is_target = self.model.blocks is state.model.blocks
         if not self.is_target and self.model.c != state.model.c:
-            raise ValueError("this drafter uses the target's cache: give it the model that "
-                             "decodes, or a copy of it in few bits")
+            raise ValueError("this drafter uses the target's cache, so it must be built with the "
+                             "model that decodes, or with a quantised copy of it")
         super().begin(state, trace)
 
     def logits(self, state, x, k):
-        """The draft's raw logits (B, 1, V). x (B, 1, dim): its state of the token at offset k."""
+        """The draft's raw logits (B, 1, V), by its state x (B, 1, dim) of the token at offset k."""
         return self.model.unembed(x)
 
     def propose(self, state):

@@ -1,4 +1,4 @@
-"""Self-speculative decoding on one page: one text, one position at a time, nothing clever.
+"""Self-speculative decoding on one page, for one text, one position at a time. Nothing is clever.
 
 The one thing to remember: the first blocks of the model draft, and the whole model checks every
 drafted token. So the text is exactly what the whole model alone would have written; when sampling,
@@ -21,8 +21,8 @@ from sampling import Coins, to_probs
 
 
 def verify(p, q, drafted, coins):
-    """How many drafted tokens are accepted, and the token after them. p: gamma + 1 distributions of
-    the whole model, q: the gamma from which the tokens were drafted, (V,) each."""
+    """How many drafted tokens are accepted, and the token after them. p has gamma + 1 distributions
+    (V,) of the whole model, and q the gamma distributions from which the tokens were drafted."""
     # Token k is accepted with probability min(1, p / q). The first rejection ends the draft.
     passed = [bool(coins.flip(p[k][token] / q[k][token])) for k, token in enumerate(drafted)]
     accepted = 0

@@ -1,11 +1,11 @@
-"""Llama, Gemma-2 and Qwen in one file: the whole forward pass, written out.
+"""The whole forward pass of Llama, Gemma-2 and Qwen, written out in one file.
 
 The one thing to remember: a transformer is 2L residual updates x <- x + f_i(x), where f_2i is
 attention i and f_2i+1 is MLP i. `run` applies any subsequence of them, so a self-speculative draft
 is nothing but a shorter list of sub-layers.
 
-Shapes: B rows (texts), T tokens that a pass reads (a block of tokens, not a `Block`), S slots of
-the cache, H query heads in Hkv groups of G = H / Hkv, D head dim.
+The letters in shapes stand for B rows (texts), T tokens that a pass reads (a block of tokens, not a
+`Block`), S slots of the cache, H query heads in Hkv groups of G = H / Hkv, and D numbers per head.
 """
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-SPARE = 8  # slots after the longest text, for drafts of rows near their limit: never read
+SPARE = 8  # slots after the longest text, where rows near their limit write; nothing reads them
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Config:
 
 
 def softcap(x, cap):
-    """cap * tanh(x / cap) keeps x within (-cap, cap) (Gemma 2, section 2). None: x itself."""
+    """cap * tanh(x / cap) keeps x within (-cap, cap) (Gemma 2, section 2). Without a cap it is x."""
     return x if cap is None else torch.tanh(x / cap) * cap
 
 
 def frequencies(head_dim, theta, scaling=None, device=None):
-    """Angle per position of each rotated pair: theta^(-2i/D) (RoFormer, eq. 15). (D/2,) float64.
+    """The angle per position of each rotated pair, theta^(-2i/D) (RoFormer, eq. 15). (D/2,) float64
 
     scaling "linear" divides all of them by `factor`. "llama3" divides only the slow ones, which
     turn fewer than `low_freq_factor` times within the original context. Those that turn more than
@@ -96,13 +96,12 @@ def rotate(x, cos, sin):
 
 
 def visible(positions, slots, end, tree=None, window=None):
-    """Which slots 0 .. end-1 may each token of the block read? (B, M), (B, M) -> (B, T, end) bool.
+    """Which slots 0 .. end-1 may each token of a block read? (B, T), (B, T) -> (B, T, end) bool
 
-    The block is the last T of the M given tokens. M > T only while a tree grows: earlier passes
-    have read the others. Of the slots before the first of the M, a token sees those below its own
-    position, since there slot = position. Of the M tokens it sees those that `tree` (B or 1, T, M)
-    or (T, M) marks; without a tree, itself and those before it. `window` hides the keys that are
-    `window` or more positions back.
+    Among the slots before the block, a token sees all those below its own position, since slot =
+    position there. Within the block it sees the tokens that `tree` (B or 1, T, T) or (T, T) marks,
+    or without a tree itself and the tokens before it. `window` hides the keys that are `window` or
+    more positions back.
 
     >>> at = torch.tensor([[2, 3]])         # a block of two tokens, after two filled slots
     >>> visible(at, at, end=5).int().tolist()       # slot 4 is not known yet: no token sees it
@@ -110,17 +109,15 @@ def visible(positions, slots, end, tree=None, window=None):
     >>> visible(at, at, end=5, window=2).int().tolist()
     [[[0, 1, 1, 0, 0], [0, 0, 1, 1, 0]]]
     """
-    B, M = slots.shape
+    B, T = slots.shape
     slot = torch.arange(end, device=slots.device)
     if tree is None:
-        tree = torch.ones(M, M, dtype=torch.bool, device=slots.device).tril()
-    T = tree.shape[-2]
-    own = positions[:, M - T :]                                                 # (B, T)
-    mask = slot < torch.minimum(slots[:, :1], own)[..., None]               # (B, T, S) before the M
-    mask = mask.scatter(2, slots[:, None].expand(B, T, M), tree.expand(B, T, M))  # among the M
+        tree = torch.ones(T, T, dtype=torch.bool, device=slots.device).tril()
+    mask = slot < torch.minimum(slots[:, :1], positions)[..., None]         # (B, T, end) before it
+    mask = mask.scatter(2, slots[:, None].expand(B, T, T), tree.expand(B, T, T))    # within it
     if window is not None:
-        key = slot.expand(B, end).scatter(1, slots, positions)        # (B, S) position of each slot
-        mask = mask & (own[..., None] - key[:, None] < window)
+        key = slot.expand(B, end).scatter(1, slots, positions)      # (B, end) position of each slot
+        mask = mask & (positions[..., None] - key[:, None] < window)
     return mask
 
 
@@ -128,15 +125,14 @@ class Placement(NamedTuple):
     """Where the T tokens of a block stand.
 
     The position sets the rotation; the slot is the place in the cache. They differ where several
-    tokens share a position: siblings in a tree, or the drafts that `search.Teacher` scores. M > T
-    only while a tree grows: then the block is the last T of the M tokens. `first` and `end` are
-    numbers on the host, so that a pass never waits for a GPU.
+    tokens share a position, like siblings in a tree and the drafts that `search.Teacher` scores.
+    `first` and `end` are numbers on the host, so that a pass never waits for a GPU.
     """
-    positions: torch.Tensor             # (B or 1, M)
-    slots: torch.Tensor                 # (B or 1, M)
+    positions: torch.Tensor             # (B or 1, T)
+    slots: torch.Tensor                 # (B or 1, T)
     first: int                          # the lowest position of the block in any row
     end: int                            # one past the last slot that is read
-    tree: torch.Tensor | None = None    # (B or 1, T, M) who sees whom, see `visible`; None: a chain
+    tree: torch.Tensor | None = None    # (B or 1, T, T) who sees whom, see `visible`; None: a chain
     same: bool = False                  # every row stands at positions and slots first .. first+T-1
 
     @classmethod
@@ -179,8 +175,9 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention, explicit because soft-caps and trees need the scores.
 
-    wqkv stacks, for each KV head, its G query heads, its key and its value: one matrix product for
-    all. The G queries that share a key become G times as many score rows: no key is copied.
+    For each KV head, wqkv stacks its G query heads, its key and its value, so that one matrix product
+    makes all of them. The G queries that share a key become G times as many score rows, so that no
+    key is copied.
     """
 
     def __init__(self, c):
@@ -208,7 +205,7 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin, mask, store):
         """store(k, v), both (B, Hkv, T, D), keeps them and returns all keys and values that the
-        block reads, (B, Hkv, S, D). mask (B, 1, 1, T, S) is added to the scores; None: no mask."""
+        block reads, (B, Hkv, S, D). mask (B, 1, 1, T, S) is added to the scores if there is one."""
         B, T, _ = x.shape
         Hkv, N, D = self.grouped
         G = N - 2
@@ -241,7 +238,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Two sub-layers, each norm -> f -> (Gemma-2: norm again).
+    """Two sub-layers, each of them norm -> f, in Gemma-2 norm -> f -> norm.
 
     trap: Hugging Face calls the norm *before* Llama's MLP `post_attention_layernorm`; in Gemma-2
     the same name is a true post-norm.
@@ -259,6 +256,9 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     chunk = 256     # tokens of a prompt that are read at once: the scores of more take more memory
+    widest = 256    # tokens that a drafter may read at once
+    share = 1.0     # of the output head that a draft reads
+    exits = 1 / 12, 1 / 6, 1 / 4, 1 / 3     # parts of the blocks after which it is good to leave
 
     def __init__(self, c):
         super().__init__()
@@ -271,46 +271,50 @@ class Transformer(nn.Module):
         scale = torch.tensor(c.embed_scale, dtype=torch.float64)
         self.register_buffer("scale", scale, persistent=False)
         self.table = None
+        self.beside = {}    # {name: text} of the files that lie beside its weights
 
-    def embed(self, tokens):
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """(B, T) ids -> (B, T, dim)."""
         return F.embedding(tokens, self.tok) * self.scale
 
     def attention_dtype(self):
-        """The dtype of attention and of the cache. On the CPU half types become float32: a product
-        of two of them has no fast path there, and the rotation casts at no extra cost."""
+        """The dtype of attention and of the cache. On the CPU half precision becomes float32, because
+        a product of two half-precision matrices has no fast path there, and the rotation casts at no
+        extra cost."""
         w = self.tok
         return w.dtype if w.is_cuda else torch.promote_types(w.dtype, torch.float32)
 
     def angles(self, end):
-        """The table of cos and sin for at least the positions before `end`: (rows, D) each. It has
-        attention's dtype and the weights' device, and doubles when `end` outgrows it, so that a
+        """The tables (N, D) of cos and sin for N positions, of which there are at least `end`. They
+        have attention's dtype and the weights' device, and double when `end` outgrows them, so that a
         short prompt does not pay for a long context."""
         c = self.c
         t = self.table
         dtype = self.attention_dtype()
         device = self.tok.device
         if t is None or t[0].dtype != dtype or t[0].device != device or t[0].shape[0] < end:
-            rows = max(256, 1 << (end - 1).bit_length())
+            count = max(256, 1 << (end - 1).bit_length())
             with torch.inference_mode(False):  # trap: training cannot use tensors made in that mode
                 freqs = frequencies(c.head_dim, c.rope_theta, c.rope_scaling, device)
-                positions = torch.arange(rows, device=device, dtype=torch.float64)
-                self.table = [part.to(dtype) for part in rope(positions, freqs)]    # (rows, D)
+                positions = torch.arange(count, device=device, dtype=torch.float64)
+                self.table = [part.to(dtype) for part in rope(positions, freqs)]    # (N, D)
         return self.table
 
-    def run(self, x, at, cache=None, sublayers: Sequence[int] | None = None, trace=None, table=None,
-            masks=None):
-        """Apply `sublayers` (2i: attention of block i, 2i+1: its MLP; all by default) to x
-        (B, T, dim). at: the Placement of its tokens. trace: a dict whose keys are sub-layers; each
-        value is set to x (B, T, dim) after that sub-layer. table, masks: what `angles` and
-        `build_masks` return, if the caller has them."""
+    def run(self, x: torch.Tensor, at: Placement, cache=None,
+            sublayers: Sequence[int] | None = None, trace: dict | None = None, table=None,
+            masks=None) -> torch.Tensor:
+        """Apply `sublayers`, by default all, to x (B, T, dim), whose tokens stand `at` a Placement.
+        Number 2i is the attention of block i, and 2i+1 its MLP. Each key of `trace` is a sub-layer,
+        and its value becomes x (B, T, dim) after that sub-layer. A caller who has what `angles` and
+        `build_masks` return may pass it as `table` and `masks`."""
         c = self.c
-        T = x.shape[1]
         start = 0                           # the first slot that sliding layers read
         if c.window is not None:
             start = max(0, at.first + 1 - c.window)
-        masks = masks or self.build_masks(at, T, start)
-        here = slice(at.first, at.first + T) if at.same else at.positions[:, -T:]
+        masks = masks or self.build_masks(at, start)
+        here = at.positions
+        if at.same:
+            here = slice(at.first, at.first + x.shape[1])   # a view, no copy
         cos, sin = table or self.angles(at.end)
         cos = cos[here].unflatten(-2, (-1, 1, 1))               # (T, 1, 1, D) or (B, T, 1, 1, D)
         sin = sin[here].unflatten(-2, (-1, 1, 1))
@@ -332,12 +336,12 @@ class Transformer(nn.Module):
                 trace[i] = x
         return x
 
-    def build_masks(self, at, T, start):
-        """{window: mask}, (B or 1, 1, 1, T, S): 0 where visible, -inf elsewhere; a mask of None
-        hides nothing. The key None is for layers without a window: they read all slots, the others
-        those from `start` on."""
+    def build_masks(self, at, start):
+        """{window: mask}, (B or 1, 1, 1, T, S), which is 0 where visible and -inf elsewhere. A mask
+        of None hides nothing. The key None is for layers without a window, which read all slots.
+        The others read the slots from `start` on."""
         reads = {None: 0, self.c.window: start}
-        if T == 1 and at.same:
+        if at.same and at.slots.shape[1] == 1:
             return dict.fromkeys(reads)
         positions, slots = torch.broadcast_tensors(at.positions, at.slots)
         zeros = torch.zeros((), dtype=self.attention_dtype(), device=slots.device)
@@ -347,14 +351,50 @@ class Transformer(nn.Module):
             masks[window] = zeros.masked_fill(~seen[:, None, None, :, first:], -math.inf)
         return masks
 
-    def unembed(self, x, rows=None):
-        """(B, T, dim) -> raw logits (B, T, V): final norm, output head, final soft-cap. rows
-        (N, dim): some rows of the head instead of all, which gives (B, T, N)."""
-        if rows is None:
-            rows = self.tok if self.head is None else self.head
-        return softcap(F.linear(self.norm(x), rows), self.c.final_softcap)
+    def unembed(self, x: torch.Tensor, only=None) -> torch.Tensor:
+        """(B, T, dim) -> raw logits (B, T, V), by the final norm, the output head and the final
+        soft-cap. `only` (N, dim) are some rows of the head, for logits (B, T, N)."""
+        if only is None:
+            only = self.tok if self.head is None else self.head
+        return softcap(F.linear(self.norm(x), only), self.c.final_softcap)
 
     def forward(self, tokens):
         """(B, T) ids -> logits (B, T, V), without a cache."""
         at = Placement.span(0, tokens.shape[1], tokens.device)
         return self.unembed(self.run(self.embed(tokens), at))
+
+    # --- what a `StandIn` may do in another way
+
+    def bare(self):
+        """The Transformer itself."""
+        return self
+
+    def alongside(self, model):
+        """Another model of the same run, such as a draft, computed in the same way."""
+        return model
+
+    def rehearse(self, write):
+        """Get ready for all passes that write() makes, before anything is timed."""
+
+    def replays(self):
+        """Whether passes are computed faster than here."""
+        return False
+
+
+class StandIn:
+    """Takes the place of a model. A subclass does some things in another way, and the model answers
+    everything else."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __getattr__(self, name):
+        if name == "model":     # trap: copy.copy looks it up before it is set: endless recursion
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+
+def put(module, key, value):
+    """Replace a parameter of a module by `value`, a parameter or a module."""
+    delattr(module, key)
+    setattr(module, key, value)

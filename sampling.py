@@ -49,7 +49,7 @@ def one_hot(ids, like):
 
 
 def raw_probs(logits):
-    """The model's own distribution: softmax without temperature or cuts, in float32 or wider."""
+    """The model's own distribution, without temperature or cuts, in float32 or wider."""
     return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -68,7 +68,7 @@ def check(temperature=0.0, top_k=None, top_p=None, min_p=None):
 
 
 def signed(n):
-    """The int64 with the same 64 bits as an unsigned number: torch has no unsigned arithmetic."""
+    """The int64 with the same 64 bits as an unsigned number. (torch has no unsigned arithmetic.)"""
     return (n + 2**63) % 2**64 - 2**63
 
 
@@ -80,8 +80,8 @@ def shift(z, bits):
 def uniforms(seed, first, count, device=None):
     """Numbers first .. first + count - 1 of the stream of a seed, in [0, 1). (count,) float64
 
-    SplitMix64 (Steele, Lea & Flood 2014), ten lines in any language: number i is the top 53 bits of
-    mix(seed + (i + 1) * 0x9E3779B97F4A7C15), times 2^-53, where all arithmetic is modulo 2^64.
+    This is SplitMix64 (Steele, Lea & Flood 2014), ten lines in any language. Number i is the top 53
+    bits of mix(seed + (i + 1) * 0x9E3779B97F4A7C15), times 2^-53, with arithmetic modulo 2^64.
 
     >>> uniforms(0, 0, 2).tolist()
     [0.8833108082136426, 0.43152799704850997]
@@ -131,13 +131,14 @@ class Coins:
         return self.take(prob.numel(), prob.device).view(prob.shape) < prob
 
     def settle(self, p, position, offset=0):
-        """p (B, T, V) as tokens are drawn from it: here as it is, see `Race`. position + offset
-        (B or 1, T): that of the token which each row of p comes after."""
+        """Turn p (B, T, V) into what tokens are drawn from. Plain coins return it unchanged, and a
+        `Race` returns the one-hot of each winner. Each row of p describes the token after the one at
+        position + offset (B or 1, T)."""
         return p
 
     def choose(self, weights):
-        """Indices drawn in proportion to weights (..., V), which need not sum to 1: one uniform
-        each, mapped to an index by the inverse of the cumulative distribution over rising ids."""
+        """Indices drawn in proportion to weights (..., V), which need not sum to 1. One uniform is
+        mapped to each by the inverse of the cumulative distribution over rising ids."""
         cdf = weights.cumsum(-1, dtype=torch.float64)                           # (..., V)
         total = cdf[..., -1:]                                                   # (..., 1)
         u = self.take(total.numel(), cdf.device).view(total.shape)
@@ -148,7 +149,7 @@ class Coins:
 
 
 def row_seeds(seed, rows):
-    """A seed for each row of a batch: the first row has `seed` itself, so it writes what it would
+    """A seed for each row of a batch. The first row has `seed` itself, so it writes what it would
     write alone, and row b has number b of the seed's stream, times 2^53. (A `Race` of the first row
     begins at number V, so the streams have nothing in common.)
 
@@ -159,23 +160,23 @@ def row_seeds(seed, rows):
 
 
 class Race(Coins):
-    """Coins that belong to places: a token depends on the seed, its position and p, and on nothing
+    """Coins that belong to positions. A token depends on the seed, its position and p, and on nothing
     else.
 
-    The tokens of the vocabulary race for a place. Token v arrives after e_v / p_v, where e_v is
-    drawn from the exponential distribution Exp(1) by (seed, position, v), and the first is written:
-    it is v with probability p_v. A draft runs the same race with its q. So p and q become the
-    one-hots of their winners, and a drafted token is accepted if both name the same: no drafter can
-    change a token. They agree with probability
+    The tokens of the vocabulary race for a position. Token v arrives after e_v / p_v, where e_v is
+    drawn from the exponential distribution Exp(1) by (seed, position, v). The first to arrive is
+    written, which is v with probability p_v. A draft runs the same race with its q. So p and q become
+    the one-hots of their winners, a drafted token is accepted if both name the same, and no drafter
+    can change a token. They agree with probability
 
         sum over v of 1 / sum over w of max(p_w / p_v, q_w / q_v)
 
-    which is at most 1 - TV, what `verify` reaches for one token, and at least (1 - TV) / (1 + TV),
+    which is at least (1 - TV) / (1 + TV) and at most 1 - TV, the rate of `verify` for one token,
     where TV is half the sum of |p - q| (Daliri, Musco and Suresh 2024, arXiv 2408.07978,
     drafter-invariant decoding).
 
-    seed: a list of one for each row of a batch, as `row_seeds` makes it; or one number, by which
-    all rows run the same races, and equal prompts get equal texts.
+    `seed` is a list with one seed for each row of a batch, as `row_seeds` makes it. If it is one
+    number, all rows run the same races, and equal prompts get equal texts.
 
     >>> p = torch.tensor([[[0.5, 0.3, 0.2]]])
     >>> [Race(seed).settle(p, torch.tensor([[7]])).argmax().item() for seed in (0, 1)]
@@ -190,8 +191,8 @@ class Race(Coins):
     def settle(self, p, position, offset=0):
         V = p.shape[-1]
         first = (position[..., None] + offset + 1) * V
-        place = first + torch.arange(V, device=p.device)                        # (B or 1, T, V)
-        u = uniform(self.seeds.to(p.device)[:, None, None], place)
+        number = first + torch.arange(V, device=p.device)                       # (B or 1, T, V)
+        u = uniform(self.seeds.to(p.device)[:, None, None], number)
         arrives = u.neg_().log1p_().neg_() / p                                  # (B, T, V)
         # trap: where p = 0 beside u = 0 it is NaN, which argmin takes for the least
         return one_hot(arrives.nan_to_num_(nan=torch.inf).argmin(-1), p)

@@ -14,25 +14,26 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from exercises import diagnose, splice  # noqa: E402
-from exercises.answers import SHAPES, WHOLE, WRONG  # noqa: E402
+from exercises.answers import SHAPES  # noqa: E402
 from exercises.grade import CONTEXT, grade  # noqa: E402
 from exercises.tasks import TASKS  # noqa: E402
-from tests.mistakes import change  # noqa: E402
+from support.cuts import change, read  # noqa: E402
 
 WORKERS = min(2, os.cpu_count() or 1)
+WRONG = read(Path(__file__).with_name("wrong.txt"))
 
 
 def answer(task):
-    """The originals of a task, as they would stand in a student's file."""
-    return "\n".join(line for name in task.functions for line in [*splice.original(task.module, name), ""])
+    """The originals of a task and their helpers, as they would stand in a student's file."""
+    names = task.functions + splice.HELPERS.get(task.module, ())
+    return "\n".join(line for name in names for line in [*splice.original(task.module, name), ""])
 
 
 def wrong_answers(task):
     """(text, what the message must say)"""
-    for old, rows in WRONG[task.name].items():
-        for new, says in rows.items():
-            yield change(answer(task), "", old, new), says
-    yield from WHOLE.get(task.name, {}).items()
+    for row in WRONG:
+        if row.file == task.name:
+            yield change(answer(task), "", row.old, row.new) if row.old else row.new, row.why
 
 
 TRAPS = """
@@ -82,7 +83,7 @@ def behind(task, name, node, body):
     lines = textwrap.dedent("\n".join(splice.original(task.module, name)[outer:])).splitlines()
     right = "\n".join(lines[len(node.decorator_list) :]).replace(f"def {node.name}(", "def right(", 1)
     head = splice.stub(task.module, name).rsplit("\n", 2)[0]
-    others = [line for other in task.functions if other != name
+    others = [line for other in task.functions + splice.HELPERS.get(task.module, ()) if other != name
               for line in splice.original(task.module, other)]
     return "\n".join([TRAPS, right, head, textwrap.indent(body, " " * (4 + 4 * outer)), *others, ""])
 

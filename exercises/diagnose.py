@@ -5,7 +5,7 @@ is wrong, and why?
     python exercises/diagnose.py OUT --variant SEED    six others, drawn by the seed
     python exercises/diagnose.py OUT --grade           say of each whether the line is right
 
-The mistakes are rows of tests/mistakes.py, so each has a test that notices it, and none of them stands in a
+The mistakes are rows of tests/mistakes.txt, so each has a test that notices it, and none of them stands in a
 function that is an exercise. The code is shown as the engine writes it, without comments.
 """
 import argparse
@@ -21,6 +21,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from support import cuts  # noqa: E402
 from tests import mistakes  # noqa: E402
 
 COUNT = 6
@@ -28,7 +29,7 @@ COUNT = 6
 
 class Case(NamedTuple):
     function: str
-    phrase: str     # the reason in its row of tests/mistakes.py
+    phrase: str     # the reason in its row of tests/mistakes.txt
     why: str        # what a good answer says; shown when the line is right
 
 
@@ -37,7 +38,7 @@ CASES = [Case(*map(str.strip, line.strip("|").split("|"))) for line in TABLE]
 
 
 def row(case):
-    """Its row of tests/mistakes.py."""
+    """Its row of tests/mistakes.txt."""
     return next(m for m in mistakes.MISTAKES if (m.scope, m.why) == (case.function, case.phrase))
 
 
@@ -45,8 +46,8 @@ def mutated(case):
     """The lines of the function with its mistake, and the numbers, from 1, of the lines that it changes."""
     m = row(case)
     source = (ROOT / m.file).read_text(encoding="utf-8")
-    right, wrong = (mistakes.bare(mistakes.find(ast.parse(text), m.scope)).splitlines()
-                    for text in (source, mistakes.change(source, m.scope, m.old, m.new)))
+    right, wrong = (cuts.bare(cuts.find(ast.parse(text), m.scope)).splitlines()
+                    for text in (source, cuts.change(source, m.scope, m.old, m.new)))
     changes = difflib.SequenceMatcher(None, right, wrong, autojunk=False).get_opcodes()
     where = {n + 1 for kind, _, _, a, b in changes if kind != "equal" for n in range(a, max(b, a + 1))}
     return wrong, where
@@ -57,10 +58,10 @@ def failure(case, most=30):
     m = row(case)
     with tempfile.TemporaryDirectory(prefix="diagnose-") as made:
         mistakes.plant(m, made)
-        status = mistakes.run_tests([m.test], made, mistakes.LIMIT, ("--tb=short", "-rN"), f"{made}/out")
+        status = mistakes.run_tests([m.shown], made, mistakes.LIMIT, ("--tb=short", "-rN"), f"{made}/out")
         out = Path(made, "out").read_text(encoding="utf-8", errors="replace")
     if status != 1:
-        raise RuntimeError(f"{m.test} does not fail: {out}")
+        raise RuntimeError(f"{m.shown} does not fail: {out}")
     lines = [re.sub(r"\S*/site-packages/", "", line.replace(made + "/", "")) for line in out.splitlines()]
     lines = [line[:400] for line in lines if line.strip(" ^")]
     start = next(i for i, line in enumerate(lines) if "FAILURES" in line) + 1

@@ -1,5 +1,5 @@
 """What drafting gains on a machine of which a few numbers are known: exercises 20 and 21, graded by
-tests/test_economics.py."""
+exercises/tests/test_economics.py."""
 from control import expected_speedup
 
 

@@ -1,4 +1,5 @@
-"""What trains a draft, and which exit drafts a token: exercises 22 to 24, graded by tests/test_exits.py."""
+"""What trains a draft, and which exit drafts a token: exercises 22 to 24, which
+exercises/tests/test_exits.py grades."""
 import torch
 import torch.nn.functional as F
 

@@ -127,7 +127,7 @@ def run_tests(folder, task, limit):
     unused = ("cacheprovider", "faulthandler", "unraisableexception", "threadexception")
     argv = ["-x", "--assert=plain", "--tb=no", f"--basetemp={folder}/made"]
     argv += [f"-pno:{one}" for one in unused]
-    pytest.main([*argv, *(f"tests/{test}" for test in task.tests)], plugins=[watch])
+    pytest.main([*argv, *task.tests], plugins=[watch])
     os._exit(0)
 
 
@@ -139,10 +139,12 @@ def copy_library(folder, task):
     the answer stands for, and those that would do its work, are cut out."""
     for file in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(file, folder)
-    for name in ("tests", "support", "methods", "machine"):
+    for name in ("tests", "exercises/tests", "support", "methods", "machine"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / task.module).parent.mkdir(exist_ok=True)
-    cut = splice.RIVALS if splice.JUDGES & {*task.functions} else {task.module: task.functions}
+    cut = {task.module: task.functions}
+    if splice.JUDGES & {*task.functions}:
+        cut = {module: names + splice.HELPERS.get(module, ()) for module, names in splice.RIVALS.items()}
     for module, names in cut.items():
         (folder / module).write_text(splice.hollow(module, names), encoding="utf-8")
 

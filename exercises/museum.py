@@ -19,14 +19,15 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from tiny import TINY, Fixed, Says, law, make, wide  # noqa: E402
+from tiny import TINY, Fixed, Says, law, make, state_of, wide  # noqa: E402
 
 import minimal  # noqa: E402
+from drafter import chain  # noqa: E402
 from exercises.serving import constrain, ring_mask, ring_size  # noqa: E402
 from methods.trees import verify_tree  # noqa: E402
 from sampling import Coins, to_probs  # noqa: E402
-from speculative import State, chain, until  # noqa: E402
-from tests.mistakes import bare, change, find  # noqa: E402
+from speculative import until  # noqa: E402
+from support.cuts import bare, change, find  # noqa: E402
 from verification import verify  # noqa: E402
 
 OURS = {"verify": verify, "verify_tree": verify_tree, "chain": chain, "until": until, "to_probs": to_probs,
@@ -45,6 +46,11 @@ class Exhibit(NamedTuple):
     q: list | None = None   # (K, V), or None: the draft is copied
     case: dict = {}         # what else is given: copied, eos, sampling, points, grammar, rounds
 
+    @property
+    def where(self):
+        """Where its lines stand: those of `verify` also in the frame that it shares."""
+        return "" if self.file == "verification.py" else self.scope
+
 
 # --- the law of a verifier
 
@@ -54,7 +60,7 @@ def changed(e):
     ours = (ROOT / e.file).read_text(encoding="utf-8")
     source = ours
     for old, new in e.changes:
-        source = change(source, e.scope, old, new)
+        source = change(source, e.where, old, new)
     name = e.scope.split(".")[0]
     space = {"__name__": e.file.removesuffix(".py").replace("/", "."), "__file__": str(ROOT / e.file)}
     exec(compile(source, e.file, "exec"), space)    # our own source, with these lines changed
@@ -64,7 +70,7 @@ def changed(e):
 def diff(e):
     """The changed lines, as `-` and `+`."""
     *_, source, ours = changed(e)
-    old, new = (bare(find(ast.parse(text), e.scope)).splitlines() for text in (ours, source))
+    old, new = (bare(find(ast.parse(text), e.where)).splitlines() for text in (ours, source))
     return [line.rstrip() for line in difflib.ndiff(old, new) if line[0] in "+-"]
 
 
@@ -77,8 +83,7 @@ def round_of(e, tools):
     K = len(e.q or e.case["copied"])
 
     def round_after(before, coins):
-        state = State(torch.zeros(1, 9).long(), torch.tensor([1]), [[0]], [9], None, None,
-                      lambda x: to_probs(x, **sampling), coins, (), torch.arange(9)[None])
+        state = state_of([[0]], [9], lambda x: to_probs(x, **sampling), coins)
         if e.q is None:
             tokens, q = torch.tensor([e.case["copied"]]), None
         else:
@@ -183,9 +188,9 @@ def sobol():
 
 # --- the exhibits
 
-RESIDUAL = "residual = (p - q).clamp_(min=0)"
-LAST = "return accepted, coins.choose(torch.where(some, residual, p))"
-PASSED = "passed = coins.flip(ratio[..., 0]) & (place < length[:, None])"
+RESIDUAL = "residual = (residual - q).clamp_(min=0)"
+LAST = "return coins.choose(torch.where(some, residual, p))"
+PASSED = "passed = coins.flip(ratio) & live"
 HALF, FIFTH = [0.5, 0.5], [0.2, 0.8]
 
 
@@ -195,33 +200,31 @@ def of_verify(name, changes, *rest):
 
 EXHIBITS = [
     of_verify("every draft is accepted",
-              ((PASSED, "passed = (ratio[..., 0] > 0.0) & (place < length[:, None])"),),
+              ((PASSED, "passed = (ratio > 0.0) & live"),),
               [HALF, HALF], [FIFTH]),
     of_verify("the residual through a softmax",
-              ((RESIDUAL, "residual = torch.where(rejected[:, None], (p - q).clamp(min=0).softmax(-1), p)"),),
+              ((RESIDUAL, "residual = (residual - q).clamp(min=0).softmax(-1)"),),
               [HALF, HALF], [FIFTH]),
     Exhibit("only the rejected token is set to zero", "methods/trees.py", "verify_tree",
             (("less = (left - q[:, k]).clamp_(min=0)", "less = left.scatter(1, token, 0.0)"),),
             [[0.2, 0.4, 0.4], [0.2, 0.4, 0.4]], [[0.6, 0.4, 0.0]]),
     of_verify("the replacement comes from the next row",
               (("p = p[row, accepted]", "p = p[row, accepted + rejected.long()]"),
-               ("q[row, accepted.clamp(max=K - 1)] * rejected[:, None]",
-                "q[row, accepted.clamp(max=K - 1)] * 0")),
+               (RESIDUAL, "residual = p")),
               [[1.0, 0.0], [0.0, 1.0]], [HALF]),
     of_verify("the bonus token is the likeliest one",
-              ((LAST, "return accepted, torch.where(rejected, coins.choose(torch.where(some, residual, p)), "
-                "p.argmax(-1))"),), [HALF, [0.6, 0.4]], [HALF]),
+              ((LAST, "token = coins.choose(torch.where(some, residual, p))\n"
+                "return torch.where(rejected, token, p.argmax(-1))"),), [HALF, [0.6, 0.4]], [HALF]),
     of_verify("the bonus token forgets the temperature, here 0.5",
-              ((LAST, "return accepted, coins.choose(torch.where(rejected[:, None], "
-                "torch.where(some, residual, p), p ** 0.5))"),), [HALF, FIFTH], [HALF]),
+              ((LAST, "p = torch.where(rejected[:, None], p, p ** 0.5)\n" + LAST),), [HALF, FIFTH], [HALF]),
     of_verify("one uniform decides twice",
-              ((PASSED, "u = coins.take(B * K, p.device).view(B, K)\n"
-                "passed = (u < ratio[..., 0]) & (place < length[:, None])"),
+              ((PASSED, "coins.spent = coins.take(ratio.numel(), p.device).view(ratio.shape)\n"
+                "passed = (coins.spent < ratio) & live"),
                (LAST, "fresh = coins.choose(torch.where(some, residual, p))\n"
                 "cdf = residual.cumsum(-1)\n"
-                "again = u.gather(1, accepted.clamp(max=K - 1)[:, None]) * cdf[:, -1:]\n"
-                "again = torch.searchsorted(cdf, again, right=True)[:, 0]\n"
-                "return accepted, torch.where(rejected, again, fresh)")),
+                "again = coins.spent.gather(1, accepted.clamp(max=live.shape[1] - 1)[:, None])\n"
+                "again = torch.searchsorted(cdf, again * cdf[:, -1:], right=True)[:, 0]\n"
+                "return torch.where(rejected, again, fresh)")),
               [[0.4, 0.4, 0.2]] * 2, [[0.2, 0.2, 0.6]], {"points": sobol}),
     Exhibit("draft and residual race by the same noise", "sampling.py", "Coins.choose",
             (("u = self.take(total.numel(), cdf.device).view(total.shape)",
@@ -229,18 +232,18 @@ EXHIBITS = [
              ("ids = torch.searchsorted(cdf, u * total, right=True)",
               "ids = arrives.argmin(-1, keepdim=True)")),
             [[0.1, 0.6, 0.3], [1.0, 0.0, 0.0]], [[0.6, 0.3, 0.1]], {"points": sobol}),
-    Exhibit("the draft is argmax, q is soft", "speculative.py", "chain",
+    Exhibit("the draft is argmax, q is soft", "drafter.py", "chain",
             (("token = state.coins.choose(q)", "token = q.argmax(-1)"),), [HALF, HALF], [[0.8, 0.2]]),
-    Exhibit("drawn from the cut q, judged by the whole one", "speculative.py", "chain",
+    Exhibit("drawn from the cut q, judged by the whole one", "drafter.py", "chain",
             (("qs.append(q)", "qs.append(logits.softmax(-1))"),),
             [[0.5, 0.5, 0.0]] * 2, [[0.4, 0.3, 0.3]], {"sampling": WARM | {"top_k": 2}}),
     of_verify("block verification by products of uniforms",
-              ((PASSED, "u = coins.take(B * K, p.device).view(B, K).cumprod(1)\n"
-                "passed = (u <= ratio[..., 0].clamp(max=1).cumprod(1)) & (place < length[:, None])"),
-               ("accepted = passed.cumprod(1).sum(1)", "accepted = (passed * (place + 1)).amax(1)")),
+              ((PASSED, "u = coins.take(ratio.numel(), p.device).view(ratio.shape).cumprod(1)\n"
+                "passed = (u <= ratio.clamp(max=1).cumprod(1)) & live"),
+               ("accepted = passed.cumprod(1).sum(1)", "accepted = (passed * live.cumsum(1)).amax(1)")),
               [[1 / 3, 2 / 3]] * 3, [[2 / 3, 1 / 3]] * 2, {"points": sobol}),
     of_verify("the first draft is never tested",
-              ((PASSED, "passed = (coins.flip(ratio[..., 0]) | (place == 0)) & (place < length[:, None])"),),
+              ((PASSED, "passed = (coins.flip(ratio) | (live.cumsum(1) == 1)) & live"),),
               [[1.0, 0.0]] * 2, None, {"copied": [1]}),
     Exhibit("of equal logits the last one wins", "sampling.py", "to_probs",
             (("one_hot(logits.max(-1).indices, logits)",
@@ -255,8 +258,9 @@ EXHIBITS = [
     Exhibit("rejected drafts stay in the cache", "minimal.py", "rounds_with_cache",
             (("len(tokens) + left", "4 * (len(tokens) + left)"),
              ("before += len(new)", "before += len(xs)"))),
-    Exhibit("the draft draws the same number each round", "speculative.py", "chain",
-            (("token = state.coins.choose(q)", "token = Coins(state.coins.seed + 1).choose(q)"),),
+    Exhibit("the draft draws the same number each round", "drafter.py", "chain",
+            (("token = state.coins.choose(q)",
+              "from sampling import Coins\ntoken = Coins(state.coins.seed + 1).choose(q)"),),
             [HALF] * 4, [HALF], {"points": sobol, "rounds": 2}),
     Exhibit("one state of the grammar for the whole block", "exercises/serving.py", "constrain",
             (("state = grammar[state, tokens[:, k]].clamp(min=0)", "pass"),),
@@ -268,12 +272,13 @@ EXHIBITS = [
 # --- which of these five is wrong?
 
 RIGHT = [   # other ways to write `verify`, all right
-    ((PASSED, PASSED.replace("ratio[..., 0]", "ratio[..., 0].clamp(max=1)")),),
-    ((RESIDUAL, "residual = p - torch.minimum(p, q)"),),
-    ((RESIDUAL, "residual = torch.maximum(p, q) - q"),),
-    (("accepted = passed.cumprod(1).sum(1)", "accepted = (passed.cumsum(1) == place + 1).sum(1)"),),
-    ((PASSED, "drawn = coins.choose(p)\npassed = (drawn[:, :K] == tokens) & (place < length[:, None])"),
-     (LAST, "return accepted, drawn[row, accepted]"))]
+    ((PASSED, PASSED.replace("ratio", "ratio.clamp(max=1)")),),
+    ((RESIDUAL, "residual = residual - torch.minimum(residual, q)"),),
+    ((RESIDUAL, "residual = torch.maximum(residual, q) - q"),),
+    (("accepted = passed.cumprod(1).sum(1)", "accepted = (passed.cumsum(1) == live.cumsum(1)).sum(1)"),),
+    ((PASSED, "drawn = coins.choose(p)\npassed = (drawn[:, :-1] == tokens) & live"),
+     ("return accepted, next_token(p, q, accepted, live, coins)",
+      "return accepted, drawn[torch.arange(len(p)), accepted]"))]
 
 
 def five(seed):

@@ -1,4 +1,5 @@
-"""Two published results to explain: exercises 17 and 18, graded by tests/test_published.py. The run of 18:
+"""Two published results to explain: exercises 17 and 18, which exercises/tests/test_published.py grades.
+The run of exercise 18 comes from
 github.com/shreyansh26/Speculative-Decoding, README.md, runs/draft_model_ultrachat3000_len2_nonvllm.jsonl."""
 import torch
 

@@ -1,5 +1,5 @@
 """What engines get wrong where drafts meet a grammar or a sliding window: exercises 25 and 26, graded by
-tests/test_serving.py."""
+exercises/tests/test_serving.py."""
 import torch
 
 

@@ -9,7 +9,7 @@ import symtable
 import tokenize
 from pathlib import Path
 
-from tests.mistakes import Stale, find
+from support.cuts import Stale, find
 
 ROOT = Path(__file__).resolve().parent.parent
 HARMLESS = {"__future__", "bisect", "collections", "copy", "dataclasses", "functools", "heapq", "itertools",
@@ -20,6 +20,7 @@ AROUND = {  # ways to code that is not in scope
     "inspect", "open", "os", "_os", "sys", "_sys"}
 RIVALS = {"verification.py": ("verify", "verify_block"), "methods/trees.py": ("verify_tree",)}
 JUDGES = {name for row in RIVALS.values() for name in row}      # each could stand in for another one
+HELPERS = {"verification.py": ("against", "next_token")}        # half the work of a judge
 
 
 class Refused(Exception):
@@ -156,7 +157,7 @@ def why_not(name):
     if name.split(".")[0] == "numpy":
         return ("its arrays know neither gradients nor devices, and change dtypes silently; torch has "
                 "the same functions under nearly the same names")
-    if (ROOT / "tests" / f"{name}.py").exists():
+    if any((ROOT / folder / f"{name}.py").exists() for folder in ("tests", "exercises/tests")):
         return "these are the tests: write the function itself"
     return "an exercise needs torch and math alone"
 

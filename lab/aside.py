@@ -1,4 +1,6 @@
-"""Passes that leave no trace in the cache."""
+"""Passes that leave no trace in the cache, and masks that no tree can say."""
+import math
+
 import torch
 
 from model import Placement
@@ -27,3 +29,16 @@ def aside(model, cache, x, positions, sublayers):
     own = torch.eye(T, dtype=torch.bool, device=x.device)[None]
     at = Placement(positions, slots, 0, S + T, own)
     return model.run(x, at, ScratchTail(cache, 0, S), sublayers)
+
+
+def masks(model, own, keys, seen):
+    """The `masks` of `Transformer.run` for tokens at the positions `own` (B or 1, T) that read the slots
+    `seen` (B or 1, T, S), in which the keys stand at the positions `keys` (B or 1, S). The Placement must
+    have first = 0."""
+    window = model.c.window
+    near = seen
+    if window is not None:
+        near = seen & (own[..., None] - keys[:, None] < window)
+    zeros = torch.zeros((), dtype=model.attention_dtype(), device=seen.device)
+    return {size: zeros.masked_fill(~what[:, None, None], -math.inf)
+            for size, what in ((None, seen), (window, near))}

@@ -2,10 +2,9 @@
 itself writes it, so it cannot describe any other run."""
 from pathlib import Path
 
+from files import write_file
 from lab import plots
-from methods.heads import count
-from support import cli
-from support.files import write_file
+from machine.kept import hardware
 
 CARD = """# {title}
 
@@ -27,7 +26,7 @@ def write(run, title, about, facts, words, thing, tables):
     """A card in Markdown and its picture, into the folder of the run. facts: {name: value}; words: what the
     table's words mean; thing: what its columns are, one after the other; tables: {file: {what: [values]}}."""
     facts |= {"tokens": f"{run.step * run.block:,}", "command": f"`{run.a.command}`",
-              "hardware, time": f"{cli.machine(run.device)}, {run.seconds / 60:.0f} minutes"}
+              "hardware, time": f"{hardware(run.device)}, {run.seconds / 60:.0f} minutes"}
     columns = range(1, 1 + len(next(iter(tables.values()))["loss"]))
     rows = [f"| {thing} | " + " | ".join(map(str, columns)) + " |", "|---" * (1 + len(columns)) + "|"]
     rows += [f"| {what}, {Path(name).stem} | " + " | ".join(f"{x:.2f}" for x in values) + " |"
@@ -56,7 +55,7 @@ def head_card(run, tables):
     about = ("Trained heads, made by this repository's `lab/train_heads.py`. They draft for the model with "
              "whose frozen weights they were trained, and for no other.")
     shape = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in head.shape.items())
-    facts = {"shape": f"{shape}; {count(head) / 1e6:.2f} M weights in bfloat16",
+    facts = {"shape": f"{shape}; {head.count() / 1e6:.2f} M weights in bfloat16",
              "data": ", ".join(a.data) or f"own text at temperature {a.temperature:g}"}
     words = ("Before: at the start. Step: the first, second, ... token that a head predicts. Loss: "
              "KL(p || q) in nats. Overlap: the sum of min(p, q), the acceptance at temperature 1.")

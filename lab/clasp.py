@@ -4,9 +4,9 @@ our tables an early exit gains more than either."""
 import torch
 
 from control import Confidence, best_gamma, expected_speedup, weight_costs
+from kvcache import pick
 from lab.aside import aside
 from layerskip import SelfDraft, same_model
-from speculative import pick
 
 
 def nearest(states, run, times, most, least=-1.0):
@@ -137,7 +137,7 @@ class KnapSpec(Nearest):
         sets, ends = nearest(states, run, self.times, sum(self.times), least=0.5)
         said = self.model.unembed(torch.cat([states[-1][None], ends[1:]])).argmax(-1)       # (J, B*N)
         hits = (said[1:] == said[:1]).sum(1).tolist()
-        best, self.rule.most = 1.0, 0
+        best, self.rule.longest = 1.0, 0
         for gone, hit in zip(sets, hits, strict=True):
             if gone is not None:
                 alpha = (hit + 1) / (said.shape[1] + 2)
@@ -145,5 +145,5 @@ class KnapSpec(Nearest):
                 gamma = best_gamma(alpha, cost, self.longest)
                 speed = expected_speedup(alpha, gamma, cost)
                 if speed > best:
-                    best, self.rule.most = speed, gamma
+                    best, self.rule.longest = speed, gamma
                     self.skip(gone)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from support.files import BOUNDARY, read_texts
+from support.texts import BOUNDARY, read_texts
 
 HELD_OUT = 0.02             # the share of each training file that is measured on where no other file is given
 

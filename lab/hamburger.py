@@ -25,11 +25,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import checkpoint
-from methods.heads import graft
+from drafter import Drafter, Rule, chain
+from methods.base import graft
 from model import Placement
-from speculative import Drafter, Rule, chain, generate
+from speculative import generate
 from support import cli
-from support.files import read_prompts
+from support.texts import read_prompts
 
 STORIES = Path(__file__).parents[1] / "weights" / "stories-llama"
 SURE, SHARE = 0.05, 0.3     # nats; and relative to the largest entropy in the entry (the paper's code)

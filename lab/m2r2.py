@@ -1,15 +1,16 @@
 """M2R2 (arXiv 2502.02040), reconstructed: a second row of each token runs ahead through the first blocks. By
 our tables it is worth no more than a bare exit."""
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
-from lab.aside import ScratchTail
+from lab.aside import ScratchTail, masks
 from lab.transfer import own_weights
 from layerskip import SelfDraft, early_exit
-from machine.standin import StandIn
-from methods.drafting import unit
-from methods.heads import Head, Kangaroo, Step, count
-from model import Placement
+from methods.base import Head, Price, unit
+from methods.kangaroo import Kangaroo
+from model import Placement, StandIn
 
 
 class TwoRowDraft(SelfDraft):
@@ -37,25 +38,25 @@ class M2R2(Head, StandIn):
     states counts in training, beside the distributions. The head stands in for its model while it drafts.
     Not here are the paper's gate, which drafted too far when we tried it, and its loading of experts.
     """
-    kind, draft = "m2r2", TwoRowDraft
+    kind = "m2r2"
 
     def __init__(self, model, exit_layer, rank=None, align=0.1):
         (L, dim), E = (model.c.n_layers, model.c.dim), len(early_exit(model.c.n_layers, exit_layer)) // 2
         if rank is None:
-            rank = max(1, round(count(Kangaroo(model, exit_layer)) / (2 * dim * E)))
+            rank = max(1, round(Kangaroo(model, exit_layer).count() / (2 * dim * E)))
         self.model, self.shape = model, {"exit_layer": E, "rank": rank, "align": align}
         self.taps = [2 * -(-i * L // E) - 1 for i in range(1, 1 + E)]
         down = 0.02 * torch.randn(E, rank, dim, generator=torch.Generator().manual_seed(0))
         self.weights = own_weights(model, down=down, up=torch.zeros(E, dim, rank))
-        self.step = Step(trunk=E, weights=count(self), reads=True)
+        self.price = Price(trunk=E, weights=self.count(), reads=True)
 
-    def rise(self, x, at, cache, trace=None):
+    def rise(self, run, x, at, cache, trace=None):
         """The states after each of the first E blocks, (B, T, dim) each. Of the rows x (B, T, dim) those that
         the cache, a ScratchTail, does not keep are accelerated."""
         kept, w = cache.T, self.weights
         for i, (down, up) in enumerate(zip(w.down, w.up, strict=True)):
             more = F.linear(F.linear(unit(x[:, kept:]), down), up)
-            x = self.model.run(x, at, cache, [2 * i, 2 * i + 1], trace)
+            x = run(x, at, cache, [2 * i, 2 * i + 1], trace)
             x = torch.cat([x[:, :kept], x[:, kept:] + more], 1)
             yield x
 
@@ -66,7 +67,7 @@ class M2R2(Head, StandIn):
         slots = torch.cat([places, torch.full_like(places, end)], 1)            # (B or 1, 2)
         alone = torch.eye(2, dtype=torch.bool, device=x.device)[None]           # neither sees the other
         both = Placement(torch.cat([places, places], 1), slots, at.first, end + 1, alone)
-        rows = list(self.rise(torch.cat([x, x], 1), both, ScratchTail(cache, 1, end), trace))
+        rows = list(self.rise(self.model.run, torch.cat([x, x], 1), both, ScratchTail(cache, 1, end), trace))
         trace.update({tap: y[:, :1] for tap, y in trace.items()})
         self.states = torch.stack([y[:, 1:] for y in rows], 2)
         return rows[-1][:, :1]
@@ -76,12 +77,16 @@ class M2R2(Head, StandIn):
         at = torch.arange(T, device=device)[None]                               # (1, T)
         before = torch.ones(T, T, dtype=torch.bool, device=device).tril(-1)
         own = torch.eye(T, dtype=torch.bool, device=device)
-        at = Placement(torch.cat([at, at], 1), torch.cat([at, T + at], 1), 0, 2 * T,
-                       torch.cat([before, own], 1)[None])
-        rows = list(self.rise(self.model.embed(tokens), at, ScratchTail(cache, 0, T)))
+        hidden = masks(self.model, at, torch.cat([at, at], 1), torch.cat([before, own], 1)[None])
+        run = partial(self.model.bare().run, masks=hidden)
+        at = Placement(at, T + at, 0, 2 * T)
+        rows = list(self.rise(run, self.model.embed(tokens), at, ScratchTail(cache, 0, T)))
         self.states = torch.stack(rows, 2)                                      # (B, T, E, dim)
         self.ahead = torch.stack([trace[tap] for tap in self.taps], 2)
         yield 0, self.model.unembed(rows[-1])
+
+    def chains(self, rule):
+        return TwoRowDraft(self, rule)
 
     def besides(self):
         """What counts in training besides the distributions: how far the accelerated states are from where

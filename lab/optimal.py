@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
+from files import check_writable, replacing
 from lab.spectr import chances
 from lab.traversal import verify_traversal
 from methods.trees import verify_tree
 from notebooks.outcomes import every_path, probability, total
 from notebooks.plots import HUES, axes
 from support import cli
-from support.files import check_writable, replacing
 from verification import verify_block
 
 V = 3

@@ -1,6 +1,6 @@
 """The chart of what the lab trains."""
+from files import replacing
 from notebooks.plots import HUES, axes
-from support.files import replacing
 
 
 def running_mean(values, width):

@@ -25,19 +25,20 @@ from typing import NamedTuple
 import torch
 
 import checkpoint
-import generate
 from control import Confidence, weight_costs
-from kvcache import KVCache
+from drafter import NGram
+from files import write_file
+from kvcache import KVCache, prefill
 from lab.bench.plain import TEXT, rehearsed, step
 from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, random_model
 from layerskip import SelfDraft, early_exit
+from machine.kept import hardware
 from machine.quant import KINDS, quantise
 from machine.recorded import Recorded
-from machine.tapes import Graph, Tape
+from machine.tapes import Graph, Joined, Program, Tape
 from model import SPARE, Placement
-from speculative import NGram, prefill, rounds
-from support import cli
-from support.files import write_file
+from speculative import rounds
+from support import cli, generate
 from support.measure import interleave
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,7 +133,7 @@ def profiled(a, model, ids, make, promised):
 def shapes(a, page):
     """Large models of random weights in bfloat16: what memory allows, and what is made of it."""
     read = bandwidth(a)
-    page.row("memory", lambda: {"GB/s": read / 1e9, "device": cli.machine(torch.device(a.device))})
+    page.row("memory", lambda: {"GB/s": read / 1e9, "device": hardware(torch.device(a.device))})
     for name, c in (TINY if a.tiny else {name: SHAPES[name] for name in NAMES}).items():
         try:
             shape(a, page, name, c, read)
@@ -153,25 +154,27 @@ def shape(a, page, name, c, read):
     model, L, new = random_model(c, torch.bfloat16, device=a.device), c.n_layers, 8 if a.tiny else 64
     ids = torch.randint(c.vocab_size, (64,), generator=torch.Generator().manual_seed(0)).tolist()
     bytes_read = 2 * (weight_costs(c).whole + L * c.n_kv_heads * c.head_dim * 2 * (64 + new / 2))
-    tape = Graph if a.device == "cuda" else Tape
+    on_gpu = a.device == "cuda"
+    tape = Joined if on_gpu else Tape
 
     def speed(write, more=None):
         rate = new / interleave({"": write}, 1 if a.tiny else 3)[""]
         return {"tokens/s": rate, "of what memory allows": rate * bytes_read / read} | (more or {})
 
-    def recorded(width, joins):
-        Graph.joins = joins
+    def recorded(width, tape):
         start = time.perf_counter()
-        write = rehearsed(Recorded(model, tape, (width,)), ids, new)
+        write = rehearsed(Recorded(model, tape if on_gpu else Tape, (width,)), ids, new)
         return write, {"seconds to record": time.perf_counter() - start}
 
     def eager():
         return [token for _, r in rounds(model, [ids], new) for token in r.new[0]]
 
     page.row(f"{name}, plain, eager", lambda: speed(eager))
-    for width, joins, words in (1, True, ""), (1, False, ", kernels not joined"), (8, True, ", passes of 8"):
+    ways = ((1, Joined, ""), (1, Graph, ", kernels not joined"), (8, Joined, ", passes of 8"),
+            (1, Program, ", one program"))
+    for width, way, words in ways[: 4 if L <= 16 else 3]:   # a program of more takes too long to compile
         page.row(f"{name}, plain, recorded{words}",
-                 lambda width=width, joins=joins: speed(*recorded(width, joins)))
+                 lambda width=width, way=way: speed(*recorded(width, way)))
     fast = Recorded(model, tape, (1, *WIDTHS))
     times = interleave({T: step(fast, T, 64) for T in (1, *WIDTHS)}, 3 if a.tiny else 10)
     page.row(f"{name}, blocks", lambda: {f"{T}": times[T] / times[1] for T in WIDTHS})
@@ -358,7 +361,7 @@ def run(argv):
 
 def contents(out, a, states):
     """The table of contents, after each part."""
-    lines = [f"{cli.machine(torch.device(a.device))}; torch {torch.__version__}"
+    lines = [f"{hardware(torch.device(a.device))}; torch {torch.__version__}"
              + "; a rehearsal: no figure means anything" * a.tiny, "",
              "| file | state | what it proves |", "|---|---|---|"]
     lines += [f"| {name}.txt | {states[name]} | {part.proves} |" for name, part in PARTS.items()]

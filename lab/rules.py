@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 
 from control import MOST, Beta, Confidence, best_gamma, confidence, outcomes
+from drafter import Rule
 from methods.arms import Calibrated
 from sampling import raw_probs
-from speculative import Rule
 
 
 class AdaptiveExit(Rule):
@@ -33,7 +33,7 @@ class AdaptiveExit(Rule):
 
     def how_far(self, state):
         self.bar = state.send(self.threshold)  # (B,) once a round, not once a token
-        return self.most
+        return self.longest
 
     def stop(self, k, logits, token):
         return (confidence(logits, token) < self.bar).tolist()
@@ -42,7 +42,7 @@ class AdaptiveExit(Rule):
         for b, (drafted, kept) in enumerate(outcomes(r)):
             if drafted:
                 m = self.acceptance[b] = (self.acceptance[b] + kept / drafted) / 2
-                move = 0.01 if m < self.target else 0.0 if drafted == self.most else -0.01
+                move = 0.01 if m < self.target else 0.0 if drafted == self.longest else -0.01
                 self.threshold[b] += 0.1 * move     # beta2 = 0.9: the new threshold counts a tenth
 
 
@@ -58,7 +58,7 @@ class Gate(Rule):
         self.sure = [1.0] * len(state.known)  # the target has not judged the prompt's last token
 
     def how_far(self, state):
-        return [self.most if sure >= self.threshold else 0 for sure in self.sure]
+        return [self.longest if sure >= self.threshold else 0 for sure in self.sure]
 
     def learn(self, state, r):
         self.sure = [row[-1] if row else before for row, before in zip(r.sure, self.sure, strict=True)]
@@ -85,7 +85,7 @@ class Schedule(Rule):
         for b, (drafted, kept) in enumerate(outcomes(r)):
             if drafted:
                 change = self.up if kept == drafted else -1
-                self.now[b] = min(max(1, self.now[b] + change), self.most)
+                self.now[b] = min(max(1, self.now[b] + change), self.longest)
 
 
 class Entropy(Rule):
@@ -130,7 +130,8 @@ class Thompson(Rule):
     def how_far(self, state):
         lengths, draw = [1] * len(self.seen), self.random
         for b, seen in enumerate(self.seen):
-            while lengths[b] < self.most and draw.random() < draw.betavariate(seen.hits + 1, seen.misses + 1):
+            while (lengths[b] < self.longest
+                   and draw.random() < draw.betavariate(seen.hits + 1, seen.misses + 1)):
                 lengths[b] += 1
         return lengths
 
@@ -166,8 +167,8 @@ class DoNoHarm(Rule):
     def how_far(self, state):
         wanted = []
         for b, seen in enumerate(self.seen):
-            gamma = best_gamma(seen.mean(), self.cost, self.most)
-            if gamma == 0 and self.most > 0:
+            gamma = best_gamma(seen.mean(), self.cost, self.longest)
+            if gamma == 0 and self.longest > 0:
                 self.saved[b] += self.risk
                 if self.saved[b] >= self.cost:
                     gamma = 1

@@ -14,9 +14,9 @@ MagicDec (arXiv 2408.11049) drafts in this way with all weights; docs/papers.md 
 import torch
 
 from control import best_gamma, expected_speedup
+from drafter import Drafter, chain
+from lab.aside import masks
 from layerskip import same_model
-from model import Placement
-from speculative import Drafter, chain
 
 
 def sparse(at, end, sinks, window):
@@ -50,14 +50,10 @@ class SparseDraft(Drafter):
         m = self.model
 
         def step(token, k):
-            at = state.span(k, k + 1)
-            own, every = at.slots, torch.arange(at.end, device=at.slots.device)             # (B, 1), (end,)
-            seen = sparse(own, at.end, self.sinks, self.window)                             # (B, end)
-            # for `visible` a tree that grows: it has all slots, and the block is the last node
-            slots = torch.cat([every.expand(len(own), -1), own], 1)
-            tree = torch.cat([seen, torch.ones_like(own, dtype=torch.bool)], 1)[:, None]    # (B, 1, end+1)
-            at = Placement(slots, slots, at.first, at.end, tree)
-            return m.unembed(m.run(m.embed(token), at, state.cache))
+            at = state.span(k, k + 1)._replace(first=0, same=False)
+            seen = sparse(at.slots, at.end, self.sinks, self.window)[:, None]               # (B, 1, end)
+            hidden = masks(m, at.slots, torch.arange(at.end, device=seen.device)[None], seen)
+            return m.unembed(m.bare().run(m.embed(token), at, state.cache, masks=hidden))
 
         return chain(state, step, self.rule)
 

@@ -3,11 +3,11 @@ our tables it needs more text than an answer has."""
 import torch
 
 from control import Confidence
+from drafter import Wrapper
 from lab.aside import aside
 from layerskip import SelfDraft
 from methods.trees import Siblings
 from search import GaussianProcess, expected_improvement
-from speculative import Wrapper
 
 
 class SWIFT(Wrapper):

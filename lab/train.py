@@ -20,10 +20,11 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import checkpoint
+from files import note, replacing
 from lab import card, corpus
 from model import Config, Placement, Transformer
 from support import cli
-from support.files import BOUNDARY, note, replacing
+from support.texts import BOUNDARY
 
 STATE = "checkpoint.pt"
 EVERY = 300     # seconds between checkpoints

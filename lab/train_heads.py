@@ -19,20 +19,20 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
+from files import read_json, write_file
 from kvcache import KVCache
 from lab import card, corpus, train
 from lab.m2r2 import M2R2
 from lab.transfer import Transfer
-from machine.standin import StandIn
 from methods import heads
-from methods.standin import ShortHead, most_frequent
+from methods.standin import VOCAB, ShortHead, most_frequent
 from methods.trees import rank_acceptance
-from model import Placement
+from model import Placement, StandIn
 from sampling import Coins, to_probs
 from speculative import generate
 from support import cli
 from support.chat import read_template
-from support.files import BOUNDARY, VOCAB, read_json, read_texts, write_file
+from support.texts import BOUNDARY, read_texts
 
 EXIT = ("exit-layer", None, 0, 2**20, "after which block it reads (default: a sixth)")
 SHAPE = {   # the flags of each kind, as in train.add_numbers; a default of None depends on the model

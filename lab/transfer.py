@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from control import weight_costs
-from lab.aside import ScratchTail
-from methods.drafting import MedusaDraft
-from methods.heads import Head, Step, count
+from lab.aside import ScratchTail, masks
+from methods.base import Head, Price
+from methods.medusa import MedusaDraft
 from model import Placement
 
 
@@ -42,7 +42,7 @@ class Transfer(Head):
     t = 0 is a predicting stream of ProphetNet (arXiv 2001.04063), with a learnt embedding; t = L is a Medusa
     head without its residual block. The pseudo states start as copies.
     """
-    kind, draft, branches = "transfer", TransferDraft, True
+    kind, branches = "transfer", True
 
     def __init__(self, model, inject_layer, steps):
         L, dim = model.c.n_layers, model.c.dim
@@ -53,7 +53,7 @@ class Transfer(Head):
         self.weights = own_weights(model, matrix=torch.eye(dim).repeat(steps, 1, 1),
                                    bias=torch.zeros(steps, dim))
         above = sum(weight_costs(model.c).sublayers[2 * inject_layer :])    # one pass of them for all rows
-        self.step = Step(weights=(count(self) + above) / steps, most=steps)
+        self.price = Price(weights=(self.count() + above) / steps, longest=steps)
 
     def spread(self, x):
         """The pseudo states of each token: (B, T, dim) -> (B, T, steps, dim)."""
@@ -68,23 +68,29 @@ class Transfer(Head):
         T, t, m = tokens.shape[1], self.shape["inject_layer"], self.model
         rows = self.spread(trace[self.taps[0]] if t > 0 else m.embed(tokens)).flatten(1, 2)
         at = riders(T, self.steps, tokens.device)
-        x = m.run(rows, at, ScratchTail(cache, 0, T), range(2 * t, 2 * m.c.n_layers))
+        hidden = masks(m, at.positions[:, T:], at.positions, at.tree[:, T:])
+        at = Placement(at.positions[:, T:], at.slots[:, T:], 0, at.end)
+        x = m.bare().run(rows, at, ScratchTail(cache, 0, T), range(2 * t, 2 * m.c.n_layers), masks=hidden)
         x = x.unflatten(1, (T, -1))                                             # (B, T, steps, dim)
         for k in range(1, self.steps + 1):
             yield k, m.unembed(x[:, :-k, k - 1])
 
+    def drafter(self, rule, shape=None):
+        return TransferDraft(self, rule, shape)
+
 
 def riders(T, N, device=None):
-    """The Placement of N rows that ride along with each of T tokens: they stand where the next tokens will,
-    and see what their token sees, themselves, and their token's rows before them. The tree is (1, T*N,
-    T + T*N).
+    """The Placement of T tokens and, after them, of N rows that ride along with each. These stand where the
+    next tokens will, and see what their token sees, themselves, and their token's rows before them.
 
     >>> at = riders(2, 2)
-    >>> at.positions.tolist(), at.tree.int().tolist()[0][2:]                    # the rows of token 1
+    >>> at.positions.tolist(), at.tree.int().tolist()[0][4:]                    # the rows of token 1
     ([[0, 1, 1, 2, 2, 3]], [[1, 1, 0, 0, 1, 0], [1, 1, 0, 0, 1, 1]])
     """
     token, row = torch.arange(T, device=device), torch.arange(T * N, device=device)
     mine = row[:, None] // N                                                    # each row's token
-    tree = torch.cat([token <= mine, (row // N == mine) & (row <= row[:, None])], 1)[None]
+    tree = torch.cat([token <= mine, (row // N == mine) & (row <= row[:, None])], 1)
+    text = F.pad(torch.ones(T, T, dtype=torch.bool, device=device).tril(), (0, T * N))
+    tree = torch.cat([text, tree])[None]                                        # (1, T+T*N, T+T*N)
     slots = torch.arange(T + T * N, device=device)[None]
     return Placement(torch.cat([token, row // N + 1 + row % N])[None], slots, 0, T + T * N, tree)

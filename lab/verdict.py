@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 import checkpoint
+from files import guarded
 from speculative import check_prompts
 from support import cli
-from support.files import guarded
 from support.stats import parting
 
 

@@ -16,19 +16,19 @@ import torch
 
 import checkpoint
 from control import expected_speedup, nested_cost
+from drafter import Drafter
 from lab.bench.real import PROMPTS
 from lab.bench.shared import page, table
 from lab.train_heads import ask
 from layerskip import SelfDraft, early_exit
 from machine.exact import fast
 from machine.quant import quantise
-from machine.standin import stand_in
 from methods import heads
 from methods.suffix import Suffix
 from methods.within import Within
-from speculative import Drafter, rounds
+from speculative import rounds
 from support import cli
-from support.files import read_texts
+from support.texts import read_texts
 
 NEW = 64        # tokens of a text
 REPEATS = 3
@@ -36,7 +36,7 @@ REPEATS = 3
 
 @cache      # a drafter is made for each run, and a copy takes seconds
 def in_four_bits(model):
-    return stand_in(model).alongside(quantise(model, "int4", head="int4", rounds=True))
+    return model.alongside(quantise(model, "int4", head="int4", rounds=True))
 
 
 def lookup(model, gamma):

@@ -6,6 +6,7 @@ compiled once, and called with the weights of every block.
 """
 import copy
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,78 +55,6 @@ def widen(at, dead, end):
     return Placement(positions, slots, 0, end, tree)
 
 
-def stack_masks(model, at, T):
-    """What `Transformer.build_masks` returns for a block of T tokens, as one tensor: a mask for
-    layers without a window, and one for those with a window if there are any. (1 or 2, B or 1, 1,
-    1, T, S)"""
-    return torch.stack([*model.build_masks(at, T, 0).values()])
-
-
-class Bands:
-    """What `stack_masks` returns for a chain that stands in the same slots in all rows. Whether a
-    token sees a key depends only on how far apart they are, so that its mask is part of one line,
-    and that of the next token begins an entry earlier:
-
-        line             0  0  0  0  0  -  -  -  -      (-: -inf) for 5 slots
-        token in slot 2        0  0  0  -  -
-        token in slot 3     0  0  0  0  -
-
-    With a window the line begins with -inf, too. Cutting takes a fifth of the time of making masks.
-    """
-
-    def __init__(self, model):
-        self.model = model
-        self.lines = None       # (1 or 2, 2 * reach): entry `reach` is that of a token for itself
-
-    def __call__(self, first, T, end):
-        """The masks of the tokens in the slots first .. first+T-1 for `end` slots. (1 or 2, 1, 1,
-        1, T, end)"""
-        reach = max(first + T, end)
-        if self.lines is None or self.lines.shape[1] < 2 * reach:
-            self.draw(2 * reach)
-        start = self.lines.shape[1] // 2 - first
-        rows = self.lines.unfold(1, end, 1)[:, start - T + 1 : start + 1].flip(1)
-        return rows[:, None, None, None]
-
-    def draw(self, reach):
-        """Draw the lines for masks of up to `reach` slots."""
-        model = self.model
-        ahead = torch.arange(-reach, reach, device=model.tok.device)    # how far a key is ahead
-        zeros = torch.zeros((), dtype=model.attention_dtype(), device=ahead.device)
-        lines = []
-        for window in dict.fromkeys((None, model.c.window)):
-            hidden = ahead > 0
-            if window is not None:
-                hidden = hidden | (ahead <= -window)
-            lines.append(zeros.masked_fill(hidden.expand(2 * reach), -torch.inf))
-        self.lines = torch.stack(lines)
-
-
-def pairs(c, sublayers, caches, slots):
-    """The Slots of the attentions among the sub-layers. caches: keys and values of each."""
-    layers = [i // 2 for i in sublayers if i % 2 == 0]
-    keys_and_values = zip(caches[::2], caches[1::2], strict=True)
-    return Slots(c, dict(zip(layers, keys_and_values, strict=True)), slots)
-
-
-def ends(sublayers):
-    """The sub-layers of a piece whose outputs it returns: all MLPs, and the last."""
-    return [i for i in sublayers if i % 2 or i == sublayers[-1]]
-
-
-def run_piece(sublayers, model, x, positions, slots, masks, cos, sin, *caches):
-    """`sublayers` of the model for x (B, W, dim), whose tokens stand at positions and slots (B, W).
-    masks: see `stack_masks`; all layers read as many slots as they are long, sliding ones, too.
-    cos, sin (S, D): the table of angles. caches: keys and values of each attention. Returns x after
-    each of the `ends` (N, B, W, dim)."""
-    at = Placement(positions, slots, 0, masks.shape[-1])
-    cache = pairs(model.c, sublayers, caches, slots)
-    masks = dict(zip((None, model.c.window), masks, strict=False))
-    trace = dict.fromkeys(ends(sublayers))
-    model.run(x, at, cache, sublayers, trace, (cos, sin), masks)
-    return torch.stack([*trace.values()])
-
-
 def pad(x, width):
     """x (B, T, dim) with dead rows after it: (B, width, dim)."""
     if x.shape[1] < width:
@@ -133,12 +62,84 @@ def pad(x, width):
     return x.contiguous()
 
 
+class Piece(NamedTuple):
+    """Some sub-layers of a pass, as a function of tensors: it returns x after each of the `traced`
+    ones and after the last, (N, B, W, dim). Masks and slots of a chain are made inside, because
+    starting a kernel takes longer than running it, and a recording starts all of them at once.
+    """
+    sublayers: tuple
+    traced: tuple
+    chain: bool     # whether the tokens stand one after another, slot = position
+
+    def placed(self, model, at, B, W):
+        """The tensors of a call that differ between two blocks: the first slot of a chain (B, 1);
+        else slots and positions (B, W), and masks (1 or 2, B, 1, 1, W, S)."""
+        if self.chain:
+            return [at.slots[:, :1].expand(B, 1).contiguous()]
+        here = [t.expand(B, W).contiguous() for t in (at.slots, at.positions)]
+        masks = torch.stack([*model.build_masks(at, 0).values()])
+        return [*here, masks.expand(-1, B, *masks.shape[2:]).contiguous()]
+
+    def unpack(self, model, W, tensors):
+        """(Placement, masks, (cos, sin), cache) of a block of W tokens. tensors: those of `placed`,
+        the angles of all slots that are read (S, D), and keys and values of each attention. All
+        layers read S slots, sliding ones, too."""
+        slots, *tensors = tensors
+        if self.chain:
+            cos, sin, *caches = tensors
+            steps = torch.arange(W, device=slots.device)
+            slots = (slots + steps).clamp(max=len(cos) - 1)     # dead tokens follow the block
+            at = Placement(slots, slots, 0, len(cos))
+            masks = model.build_masks(at, 0)
+        else:
+            positions, masks, cos, sin, *caches = tensors
+            at = Placement(positions, slots, 0, len(cos))
+            masks = dict(zip((None, model.c.window), masks, strict=False))
+        layers = [i // 2 for i in self.sublayers if i % 2 == 0]
+        keys_and_values = zip(caches[::2], caches[1::2], strict=True)
+        cache = Slots(model.c, dict(zip(layers, keys_and_values, strict=True)), slots)
+        return at, masks, (cos, sin), cache
+
+    def __call__(self, model, x, *tensors):
+        at, masks, table, cache = self.unpack(model, x.shape[1], tensors)
+        trace = dict.fromkeys(self.traced)
+        y = model.run(x, at, cache, self.sublayers, trace, table, masks)
+        return torch.stack([*trace.values(), y])
+
+    def joined(self, compiled, model, x, *tensors):
+        """The same with each sub-layer by `compiled`, a compiled `single`: Inductor joins the small
+        kernels."""
+        at, masks, table, cache = self.unpack(model, x.shape[1], tensors)
+        states = {}
+        for i in self.sublayers:
+            layer, is_mlp = divmod(i, 2)
+            sliding = layer % 2 == 0
+            mine = () if is_mlp else cache.layers[layer]
+            mask = masks[model.c.window if sliding else None]
+            any_length(0, *table)
+            any_length(2, *mine)
+            any_length(4, mask)
+            x = compiled(shell(model, i), x, at.positions, at.slots, mask, *table, *mine)
+            states[i] = x
+        return torch.stack([*(states[i] for i in self.traced), x])
+
+    def whole(self, program, model, x, *tensors):
+        """The same by `program`, a compiled `Piece.__call__`."""
+        fixed = tensors[1 if self.chain else 3 :]
+        any_length(0, *fixed[:2])
+        any_length(2, *fixed[2:])
+        return program(self, model, x, *tensors)
+
+
 # --- for CUDA graphs: fewer kernels
 
 
-def piece(model, *tensors):
-    """`run_piece` for sub-layer `model.only`: (B, W, dim)."""
-    return run_piece([model.only], model, *tensors)[0]
+def single(model, x, positions, slots, mask, cos, sin, *cache):
+    """x after the sub-layer `model.only` (B, W, dim)."""
+    at = Placement(positions, slots, 0, mask.shape[-1])
+    cache = Slots(model.c, {model.only // 2: cache}, slots)
+    masks = dict.fromkeys((None, model.c.window), mask)
+    return model.run(x, at, cache, [model.only], None, (cos, sin), masks)
 
 
 def shell(model, i):
@@ -160,29 +161,14 @@ def any_length(dim, *tensors):
         torch._dynamo.maybe_mark_dynamic(t, dim)
 
 
-def joined(compiled, sublayers, model, x, positions, slots, masks, cos, sin, *caches):
-    """`run_piece`, with each sub-layer by `compiled`, a compiled `piece`: Inductor joins the small
-    kernels."""
-    any_length(0, cos, sin)
-    any_length(2, *caches)
-    any_length(5, masks)
-    pairs_left = iter(zip(caches[::2], caches[1::2], strict=True))
-    states = {}
-    for i in sublayers:
-        mine = () if i % 2 else next(pairs_left)
-        x = compiled(shell(model, i), x, positions, slots, masks, cos, sin, *mine)
-        states[i] = x
-    return torch.stack([states[i] for i in ends(sublayers)])
-
-
 # trap: the pattern matcher takes masked grouped attention for another pattern, and the result is
 # wrong
 NO_PATTERNS = {"pattern_matcher": False}
 
 
 @cache
-def compiled_piece():
-    """One for all models, compiled anew for each shape."""
+def compiled(f):
+    """f, compiled once for all models, and anew for each shape."""
     # trap: after eight, which is usual, it gives up silently
     torch._dynamo.config.recompile_limit = 64
-    return torch.compile(piece, options=NO_PATTERNS)
+    return torch.compile(f, options=NO_PATTERNS)

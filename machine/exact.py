@@ -13,13 +13,12 @@ import torch
 from machine.blocks import pad, widen
 from machine.few import FewRows
 from machine.recorded import Recorded
-from machine.standin import Around
-from model import Placement
+from model import Placement, StandIn
 
 ROWS = 8    # of every pass
 
 
-class Exact(Around):
+class Exact(StandIn):
     """Every pass with a cache reads `ROWS` tokens of one text. A longer one is cut into pieces,
     also a prompt; a shorter one gets dead rows, which land after the block, where nothing is read.
     Raises ValueError for a tree: its keys stand in other slots until they are accepted, and sums
@@ -59,11 +58,11 @@ class Exact(Around):
         y = self.model.run(pad(x, ROWS), at, cache, sublayers, seen)
         return y[:, :T], {tap: state[:, :T] for tap, state in seen.items() if state is not None}
 
-    def unembed(self, x, rows=None):
+    def unembed(self, x, only=None):
         """`Transformer.unembed`."""
         B, T, dim = x.shape
         pieces = x.reshape(1, B * T, dim).split(ROWS, 1)
-        logits = [self.model.unembed(pad(piece, ROWS), rows) for piece in pieces]
+        logits = [self.model.unembed(pad(piece, ROWS), only) for piece in pieces]
         return torch.cat(logits, 1)[:, : B * T].view(B, T, -1)      # only the last has dead rows
 
 

@@ -11,14 +11,13 @@ from ctypes import byref, c_long
 import torch
 from torch import nn
 
-from checkpoint import put
+import files
 from kvcache import KVCache
 from machine import rows
 from machine.quant import Looped, Matrix, Whole
 from machine.rows import FEW, FLOATS, Block, Model, Pass, Weight, describe
-from machine.standin import StandIn, distance, tolerance
-from model import Placement, visible
-from support import files
+from machine.tolerance import distance, tolerance
+from model import Placement, StandIn, put, visible
 
 WIDE = 512      # numbers of a head that a pass has room for
 NORMS = "attn_norm", "attn_post", "mlp_norm", "mlp_post", "attn.q_norm", "attn.k_norm"
@@ -165,13 +164,13 @@ class FewRows(StandIn):
         return torch.stack([m.expand(B, -1, -1) for m in seen]).to(torch.uint8)
 
     @torch.inference_mode()
-    def unembed(self, x, some=None):
+    def unembed(self, x, only=None):
         """`Transformer.unembed`."""
         weight = self.output
-        if some is not None and self.shape:
-            weight = describe(some)
+        if only is not None and self.shape:
+            weight = describe(only)
         if weight is None or not self.takes(x.shape[:2].numel()):
-            return self.model.unembed(x, some)
+            return self.model.unembed(x, only)
         cap = self.c.final_softcap or 0.0
         return rows.call(self.lib, x, weight, x.dtype, self.final, self.c.norm_eps, cap)
 

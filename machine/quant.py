@@ -23,11 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from checkpoint import put
 from control import Costs
 from machine import rows
 from machine.rows import FEW, FLOATS, Weight, describe
-from machine.standin import stand_in
+from model import put
 
 SHARE = 32      # weights of int4 that share a step and an offset
 STEP = 64       # weights that a product reads together: rows of whole numbers are padded to that
@@ -253,7 +252,7 @@ def quantise(model, kind="int8", head=None, rounds=False):
     shared with the model, not copied. head: the kind of the output head, if that is quantised as
     well. rounds: see `Whole`; for a copy that only drafts. A quantised model is quantised again
     from its present values. Cast a model before this, not after it, or the scales are cast, too."""
-    model = stand_in(model).bare()
+    model = model.bare()
     twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for module in list(twin.blocks.modules()):
         for name, w in [*module.named_parameters(recurse=False), *module.named_children()]:

@@ -12,19 +12,19 @@ from typing import NamedTuple
 
 import torch
 
-from machine.blocks import Bands, ends, pad, run_piece, stack_masks, widen
-from machine.standin import StandIn, distance, tolerance
-from machine.tapes import Graph, Home
-from model import Transformer
-from support import files
+import files
+from machine.blocks import Piece, pad, widen
+from machine.tapes import Home, Joined
+from machine.tolerance import distance, tolerance
+from model import StandIn, Transformer
 
 TRIES = 3       # recordings of a pass that may fail their check before it stays eager
 REACH = 256     # texts up to this length share their recordings
 
 
 class Key(NamedTuple):
-    """What a recording freezes. sublayers: None for the output head."""
-    sublayers: tuple | None
+    """What a recording freezes. piece: None for the output head."""
+    piece: Piece | None
     rows: int               # texts
     width: int              # tokens of a block
     reach: int              # slots that are read
@@ -33,15 +33,16 @@ class Key(NamedTuple):
 
 class Recorded(StandIn):
     """Stands in for a Transformer that is not being trained. Passes over blocks of at most
-    widths[-1] tokens, also of a tree, are replayed from recordings, and all others run eagerly.
+    widths[-1] tokens are replayed from recordings, those of trees included; all others run eagerly.
 
-    tape: the class that records, by default CUDA graphs. widths: a block is padded to the next of
-    these with dead tokens, which land in the spare slots of a cache. say: called with a line about
-    what fails, by default `print` to standard error. exact: passes are recorded when they are first
-    seen, because an eager pass rounds differently. Do not move, cast or train the model later.
+    `tape` is the class that records, by default CUDA graphs of joined kernels. A block is padded to
+    the next of `widths` with dead tokens, whose keys go to the spare slots of a cache. `say` is
+    called with a line about what fails, and prints it by default. With `exact`, a pass is recorded
+    the first time it occurs, because an eager pass rounds differently. Do not move, cast or train
+    the model later.
     """
 
-    def __init__(self, model, tape=Graph, widths=(1, 8), reach=REACH, say=None, lead=None,
+    def __init__(self, model, tape=Joined, widths=(1, 8), reach=REACH, say=None, lead=None,
                  exact=False):
         super().__init__(model)
         self.tape = tape
@@ -55,8 +56,6 @@ class Recorded(StandIn):
         self.seen = set()       # keys that ran eagerly once
         self.failed = Counter()     # {key: recordings that failed their check}
         self.refused = set()    # keys that stay eager
-        self.cut = {}           # {(sub-layers, traced ones): [(piece, those of it)]}
-        self.bands = Bands(model)
         self.frozen = False
         self.lead = lead or self            # once the lead is frozen, nothing new is recorded
         model.angles(1)         # trap: the table may be that of another dtype
@@ -77,45 +76,36 @@ class Recorded(StandIn):
         """`Transformer.run`."""
         if sublayers is None:
             sublayers = range(2 * self.c.n_layers)
-        trace = {} if trace is None else trace
-        placed = self.place(x, at, cache)
-        if placed is None:
+        traced = tuple(i for i in trace or () if i in sublayers)
+        chain = at.tree is None and at.positions is at.slots
+        states = None
+        if cache is not None and sublayers:
+            states = self.states(Piece(tuple(sublayers), traced, chain), x, at, cache)
+        if states is None:
             return self.model.run(x, at, cache, sublayers, trace)
         T = x.shape[1]
-        at, inputs, angles = placed
-        x = pad(x, inputs[0].shape[1])
-        tapes = self.home(cache).tapes      # trap: a new cache may change its memory here
-        for part, traced in self.pieces(tuple(sublayers), tuple(trace)):
-            fixed = angles + [t for i in part if i % 2 == 0 for t in cache.layers[i // 2]]
-            key = Key(part, *x.shape[:2], len(angles[0]), (x.dtype, cache.k.dtype))
-            f = partial(run_piece, part)
-            states = self.play(tapes, key, f, (x, *inputs), fixed)
-            if states is None:
-                seen = dict.fromkeys(traced)
-                x = self.model.run(x, at, cache, part, seen)
-                trace.update(seen)
-            else:
-                x = states[-1]
-                for i in traced:
-                    trace[i] = states[ends(part).index(i)]
-        for i in trace:
-            if trace[i] is not None:
-                trace[i] = trace[i][:, :T]
-        return x[:, :T]
+        for i, state in zip(traced, states, strict=False):
+            trace[i] = state[:, :T]
+        return states[-1][:, :T]
 
-    def pieces(self, sublayers, traced):
-        """The sub-layers in pieces, each with those of it that are traced. A piece ends after an
-        attention whose output is traced: a recording returns only what follows an MLP, and its
-        last state."""
-        if (sublayers, traced) not in self.cut:
-            parts = [[]]
-            for i in sublayers:
-                parts[-1].append(i)
-                if i in traced and i % 2 == 0:
-                    parts.append([])
-            self.cut[sublayers, traced] = [
-                (tuple(part), [i for i in part if i in traced]) for part in parts if part]
-        return self.cut[sublayers, traced]
+    def states(self, piece, x, at, cache):
+        """What `piece` returns for x, replayed; None if it should run eagerly."""
+        B, T, _ = x.shape
+        W = self.width(T)
+        if W is None:
+            return None
+        S = cache.k.shape[3]
+        end = at.end + W - T
+        if at.same and (at.first == 0 or end > S):
+            return None     # first is 0 in a prompt, which is read once: recording would not pay
+        cos, sin = self.angles_read(min(end, S), S)
+        tapes = self.home(cache).tapes      # trap: a new cache may change its memory here
+        key = Key(piece, B, W, len(cos), (x.dtype, cache.k.dtype))
+        if not piece.chain:
+            at = widen(at, W - T, len(cos))
+        inputs = [pad(x, W), *piece.placed(self.model, at, B, W)]
+        layers = [t for i in piece.sublayers if i % 2 == 0 for t in cache.layers[i // 2]]
+        return self.play(tapes, key, piece, inputs, [cos, sin, *layers])
 
     def home(self, cache):
         """The Home of a cache: a new one moves into the memory of another of its size."""
@@ -132,35 +122,12 @@ class Recorded(StandIn):
         home.move_in(cache)
         return home
 
-    def place(self, x, at, cache):
-        """What all pieces of a pass over x (B, T, dim) share: the Placement of their padded block;
-        its positions, slots and masks; and the angles to read. None if they run eagerly."""
-        B, T, _ = x.shape
-        width = self.width(T)
-        if cache is None or width is None:
-            return None
-        S = cache.k.shape[3]
-        end = at.end + width - T
-        if at.same and (at.first == 0 or end > S):
-            return None     # first is 0 in a prompt, which is read once: recording would not pay
-        angles = self.angles_read(min(end, S), S)
-        block = at
-        at = widen(block, width - T, len(angles[0]))
-        if block.same:
-            masks = self.bands(block.first, width, at.end)
-        else:
-            masks = stack_masks(self.model, at, width)
-        positions = at.positions[:, -width:].expand(B, width).contiguous()
-        slots = at.slots[:, -width:].expand(B, width).contiguous()
-        masks = masks.expand(-1, B, *masks.shape[2:]).contiguous()
-        return at, (positions, slots, masks), angles
-
     def width(self, T):
         """What a block of T tokens is padded to; None if it runs eagerly."""
         return next((width for width in self.widths if width >= T), None)
 
     def angles_read(self, end, slots):
-        """[cos, sin] for `run_piece`: the table of angles for all positions that are read,
+        """[cos, sin] for a `Piece`: the table of angles for all positions that are read,
         (reach, D) each. There are few reaches, as each needs a recording."""
         count = 1 + math.ceil(math.log2(max(1, slots / self.reach)))
         step = 8 * math.ceil(slots / (8 * count))
@@ -168,18 +135,18 @@ class Recorded(StandIn):
         return [t[:reach] for t in self.model.angles(reach)]
 
     @torch.inference_mode()
-    def unembed(self, x, rows=None):
+    def unembed(self, x, only=None):
         """`Transformer.unembed`; eagerly with a head of few rows, which is no more than a
         product."""
         T = x.shape[1]
         width = self.width(T)
         y = None
-        if rows is None and width:
+        if only is None and width:
             x = pad(x, width)
             key = Key(None, *x.shape[:2], 0, (x.dtype,))
             y = self.play(self.tapes, key, Transformer.unembed, (x,), [])
         if y is None:
-            y = self.model.unembed(x, rows)
+            y = self.model.unembed(x, only)
         return y[:, :T]
 
     def replays(self):
@@ -196,26 +163,33 @@ class Recorded(StandIn):
         if new and (self.exact or key in self.seen):
             self.record(tapes, key, f, inputs, fixed)
         self.seen.add(key)
-        return tapes[key](inputs, fixed) if key in tapes else None
+        return tapes[key](inputs) if key in tapes else None
 
     def record(self, tapes, key, f, inputs, fixed):
         """Keep a recording of f, if it agrees with f on these inputs."""
         what = "the head"
-        if key.sublayers:
-            what = f"{len(key.sublayers)} sub-layers"
+        sublayers = ()
+        if key.piece:
+            sublayers = key.piece.sublayers
+            what = f"{len(sublayers)} sub-layers"
         name = f"{what}, batch {key.rows}, blocks of {key.width}"
         want = f(self.model, *inputs, *fixed)
         kept = [t.clone() for t in fixed]
         try:
-            tape = self.tape.of(self.model, key.sublayers, f, inputs, fixed, self.say)
-            got = tape(inputs, fixed)
+            tape = self.tape(f, self.model, inputs, fixed)
+            got = tape(inputs)
         except Exception as e:  # whatever a compiler raises, the pass itself can run eagerly
-            self.say(f"{name}: not recorded, because of {type(e).__name__}: {e}".split("\n")[0])
+            why = f"because of {type(e).__name__}: {e}".split("\n")[0]
+            if self.tape.plainer:
+                self.say(f"recorded with more kernels, {why}")
+                self.tape = self.tape.plainer
+                return self.record(tapes, key, f, inputs, fixed)
+            self.say(f"{name}: not recorded, {why}")
             self.refused.add(key)
             return
         pairs = zip([got, *fixed[2:]], [want, *kept[2:]], strict=True)
         off = [distance(a, b) for a, b in pairs]
-        most = tolerance(want.dtype, len(key.sublayers or ()))
+        most = tolerance(want.dtype, len(sublayers))
         if all(d <= most for d in off):     # trap: of NaN and a number, `max` can take either
             tapes[key] = tape
             return

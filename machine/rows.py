@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from support import files
-from support.cli import machine
+import files
+from machine.kept import cache_file, hardware, keep
 
 FEW = 16    # rows up to which the loop is faster than the library's product
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}    # a `Kind` in rows.cpp
@@ -96,7 +96,7 @@ def build(path):
         lib = ctypes.CDLL(str(made))
         check(lib)
         try:
-            files.keep(path, made.read_bytes())
+            keep(path, made.read_bytes())
         except OSError as e:
             files.note("rows", f"not kept, so the next run compiles again: {e}")
     return lib
@@ -110,7 +110,7 @@ def library():
         facts = [source.read_bytes() for source in SOURCES]
         facts += [version, " ".join(flags()).encode(), processor().encode()]
         name = hashlib.sha256(b"\0".join(facts)).hexdigest()[:16]
-        path = files.cache_file(f"rows-{name}.so")
+        path = cache_file(f"rows-{name}.so")
         if path.is_file():
             return ctypes.CDLL(str(path))
         files.note("rows", "compiling the loops of machine/rows.cpp, once per machine")
@@ -122,7 +122,7 @@ def library():
 
 def processor():
     """The name of the processor, whatever the number of threads."""
-    return machine(torch.device("cpu")).rpartition(",")[0]
+    return hardware(torch.device("cpu")).rpartition(",")[0]
 
 
 def check(lib):

@@ -7,36 +7,39 @@ from weakref import WeakSet, ref
 
 import torch
 
-from machine.blocks import compiled_piece, joined
+from machine.blocks import Piece, compiled, single
 
 
 class Tape:
     """A simulated recording: each replay runs f again, but on its own buffers, which the inputs are
     copied to, and into memory that the next replay of any tape overwrites, as with graphs that
-    share memory."""
+    share memory. f(model, *inputs, *fixed): `fixed` stay where they are."""
+    plainer = None      # the class that records what this one cannot
     made = WeakSet()
 
-    @classmethod
-    def of(cls, model, sublayers, f, inputs, fixed, say):
-        """A recording of f(model, *inputs, *fixed). say: see `Recorded`."""
-        return cls(partial(f, model), inputs, fixed)
-
-    def __init__(self, f, inputs, fixed):
+    def __init__(self, f, model, inputs, fixed):
         self.inputs = [x.clone() for x in inputs]
         self.fixed = fixed              # trap: what it reads must outlive it
-        self.record(f)
+        self.f = self.prepare(f, model)
+        self.record()
 
-    def record(self, f):
-        self.f = f
-        self.output = f(*self.inputs, *self.fixed)
+    def prepare(self, f, model):
+        """What is recorded, a function of the inputs and the fixed tensors."""
+        return partial(f, model)
+
+    def compute(self):
+        return self.f(*self.inputs, *self.fixed)
+
+    def record(self):
+        self.output = self.compute()
         Tape.made.add(self)
 
     def replay(self):
         for tape in Tape.made:
             tape.output.fill_(math.nan)
-        self.output.copy_(self.f(*self.inputs, *self.fixed))
+        self.output.copy_(self.compute())
 
-    def __call__(self, inputs, fixed):
+    def __call__(self, inputs):
         for mine, x in zip(self.inputs, inputs, strict=True):
             mine.copy_(x)
         self.replay()
@@ -47,29 +50,38 @@ class Graph(Tape):
     """A CUDA graph. All of them share one pool of scratch memory, as only one runs at a time."""
     pool = None
     newest = None   # trap: a pool whose graphs are all gone takes no other
-    joins = True    # small kernels: see `joined`
 
-    @classmethod
-    def of(cls, model, sublayers, f, inputs, fixed, say):
-        if sublayers and Graph.joins:
-            try:
-                return cls(partial(joined, compiled_piece(), sublayers, model), inputs, fixed)
-            except Exception as e:      # whatever a compiler raises
-                Graph.joins = False
-                why = f"{type(e).__name__}: {e}".split("\n")[0]
-                say(f"kernels are not joined, because of {why}")
-        return super().of(model, sublayers, f, inputs, fixed, say)
-
-    def record(self, f):
+    def record(self):
         Graph.pool = Graph.pool or torch.cuda.graph_pool_handle()
-        f(*self.inputs, *self.fixed)    # compiles what is to be compiled
+        self.compute()          # compiles what is to be compiled
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=Graph.pool):     # records launches, computes nothing
-            self.output = f(*self.inputs, *self.fixed)
+            self.output = self.compute()
         Graph.newest = self.graph
 
     def replay(self):
         self.graph.replay()
+
+
+class Joined(Graph):
+    """A graph whose small kernels are joined within each sub-layer."""
+    plainer = Graph
+
+    def prepare(self, f, model):
+        if isinstance(f, Piece):
+            return partial(f.joined, compiled(single), model)
+        return super().prepare(f, model)
+
+
+class Program(Graph):
+    """A graph of one compiled program for all sub-layers of a pass. Kernels are joined across them,
+    too; but compiling takes longer, the more sub-layers there are."""
+    plainer = Joined
+
+    def prepare(self, f, model):
+        if isinstance(f, Piece):
+            return partial(f.whole, compiled(Piece.__call__), model)
+        return super().prepare(f, model)
 
 
 class Home:

@@ -2,16 +2,15 @@
 draft by calibrated confidence."""
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
-from control import MOST, Beta, expected_speedup, outcomes
+from control import MOST, Beta, expected_tokens, outcomes
+from drafter import Drafter, ModelDraft, Rule
 from layerskip import SelfDraft, early_exit
-from machine.standin import stand_in
-from methods.drafting import Reader
+from methods.base import Reader
 from methods.heads import pricing, shorter
 from methods.standin import ShortHead
 from sampling import raw_probs
-from speculative import Drafter, Rule
 
 FADE = 0.95     # the share of the counts that remains after each round
 TRUST = 0.98    # the same for a bin of confidence, after each token in it
@@ -22,23 +21,23 @@ class Calibrated(Rule):
     """Stop drafting when the next token's chance of being accepted falls below its price.
 
     The draft's own confidence, in bins of a tenth, is calibrated by how often it was right in that
-    bin. `skill` is its acceptance rate, at first `prior`, which counts for `tests` tests.
-    bars[k]: token k is the last if the chance of the next one is below it: what one more costs in
-    passes, times the tokens per pass.
+    bin. `skill` is its acceptance rate. It begins as `prior`, which counts for `tests` tests. The
+    draft stops after token k if the next token's chance is below bars[k], which is the cost of one
+    more token in passes, times the tokens that a pass yields.
     """
 
     def __init__(self, bars=None, gamma=MOST, prior=0.5, tests=0):
         super().__init__(gamma)
         self.bars = [0.3] * gamma if bars is None else bars
-        self.sure = []
+        self.sure = []      # [token][row]: the tenth of its confidence
+        self.reach = []     # of each row: the chance that all tokens so far, and the next, are right
         self.skill = Beta(tests * prior, tests * (1 - prior), prior)
         self.trust = [Beta(prior=min(i + 0.5, 9.5) / 10) for i in range(11)]
 
     def how_far(self, state):
-        self.sure = []  # [token][row]: its tenth
-        # the chance that all tokens so far, and the next, are accepted
+        self.sure = []
         self.reach = [self.skill.mean()] * len(state.known)
-        return self.most
+        return self.longest
 
     def stop(self, k, logits, token):
         sure = raw_probs(logits).amax(-1).nan_to_num(0.0)   # NaN is no index; the loop reports it
@@ -65,80 +64,110 @@ class Calibrated(Rule):
 
 @dataclass(eq=False)
 class Arm:
-    """A way to draft at most `most` tokens. The costs are in target passes over one token;
-    pass_cost(T) is that of a pass over T tokens."""
+    """A way to draft, and what it costs. drafting(n, g) is the cost, in target passes over one
+    token, of g tokens after n others. drafting(n, 0) is the part that occurs only once, to read what
+    others have written. `longest` is the longest draft."""
     name: str
     drafter: Drafter
-    price: Callable     # n -> of a drafted token after n others
-    once: float = 0.0   # of each round
-    late: Callable = lambda pass_cost: 0.0      # pass_cost -> of reading first what others wrote
-    most: int = MOST
+    drafting: Callable
+    longest: int = MOST
+
+    def further(self, n):
+        """The cost of each token after the first."""
+        return self.drafting(n, 2) - self.drafting(n, 1)
+
+
+def by_token(price):
+    """The `drafting` of an Arm whose tokens each cost price(n)."""
+    price = lru_cache(1)(price)     # a round asks for the same n many times
+    return lambda n, g: g * price(n)
 
 
 def self_draft(name, model, sublayers, costs):
     """The Arm of a SelfDraft. model: the target, or a ShortHead around it."""
-    own = costs.pricing(sublayers, stand_in(model).share)
+    own = costs.pricing(sublayers, model.share)
     whole = costs.pricing(range(2 * model.c.n_layers))
-    return Arm(name, SelfDraft(model, sublayers, Calibrated()), lambda n: own(n) / whole(n))
+    return Arm(name, SelfDraft(model, sublayers, Calibrated()), by_token(lambda n: own(n) / whole(n)))
 
 
 def head_draft(head, costs, vocab=None):
-    """The Arm of a trained head (methods/heads.py). vocab: a draft vocabulary (its ids) if it has
-    none."""
+    """The Arm of a trained head (methods/heads.py). It drafts with the draft vocabulary `vocab` (its
+    ids) if it has none of its own."""
     if vocab:
         head = shorter(head, vocab)
-    rule = Calibrated(gamma=head.step.most)
+    longest = head.price.longest
+    rule = Calibrated(gamma=longest)
     if head.ranks:
-        rule = Calibrated(gamma=head.step.most, prior=head.ranks[0], tests=KNOWN)
+        rule = Calibrated(gamma=longest, prior=head.ranks[0], tests=KNOWN)
     drafter = head.drafter(rule)
-    arm = Arm(head.kind.replace("_", " "), drafter, pricing(head, costs), most=head.step.most)
-    if isinstance(drafter, Reader):     # it first reads what was written
-        trunk = head.step.trunk
+    drafting = by_token(pricing(head, costs))
+    if isinstance(drafter, Reader):
+        trunk = head.price.trunk
         own = sum(costs.sublayers[: 1 if trunk else 2]) / costs.whole
-        if trunk:   # without a trunk it is EAGLE's block, which reads that together with D
-            arm.once = own
-        arm.late = lambda pass_cost: own * (pass_cost(max(1, drafter.unread)) - 1)
-    return arm
+        # an adapter reads one token even if it missed none; EAGLE's block drafts with that one
+        drafting = with_reading(drafting, drafter, own, own if trunk else 0.0, costs)
+    return Arm(head.kind.replace("_", " "), drafter, drafting, longest)
 
 
-def few_bits(twin, c, costs):
-    """The Arm of the model itself in few bits, whose step takes c of the model's own."""
+def with_reading(drafting, drafter, own, once, costs):
+    """The `drafting` of an Arm whose drafter first reads what was written since it last drafted. A
+    token of that costs `own`, and `once` if it is the only one."""
+    def cost(n, g):
+        unread = costs.pass_cost(max(1, drafter.unread), len(drafter.held))
+        return own * (unread - 1) + once * (g > 0) + drafting(n, g)
+
+    return cost
+
+
+def quantised(twin, c, costs):
+    """The Arm of a quantised copy of the model, whose step takes c of the model's own."""
     every = range(2 * twin.c.n_layers)
     whole = costs.pricing(every)
 
-    def price(n):       # what a longer text adds costs both the same
+    def price(n):       # a longer text costs both the same
         return (c * costs.whole + whole(n) - whole(costs.context)) / whole(n)
 
     rule = Calibrated(prior=0.9, tests=KNOWN)
-    return Arm("few bits", SelfDraft(twin, every, rule), price)
+    return Arm("few bits", SelfDraft(twin, every, rule), by_token(price))
 
 
-def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None):
-    """The usual arms: of trained heads the one that promises most; without any, exits after some
-    parts of the blocks, and a skip set (its sub-layers) if there is one. And the quantised model, if
-    there is one: rough, the copy and what its step costs. Exits and skip sets draft with the draft
-    vocabulary `vocab` (its ids), if there is one and the shorter head saves more than any step
-    costs."""
+def small_model(model, c, costs):
+    """The Arm of a smaller model, whose step takes c of the target's, however long the text is."""
+    drafter = ModelDraft(model, Calibrated())
+    drafting = with_reading(lambda n, g: g * c, drafter, c, 0.0, costs)
+    return Arm("small model", drafter, drafting)
+
+
+def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None, small=None):
+    """The usual arms. Of trained heads it is the one that promises most. Without heads, these are
+    exits after some parts of the blocks, and the skip set `skip` (its sub-layers) if there is one.
+    They draft with the draft vocabulary `vocab` (its ids), if there is one and the shorter head
+    saves more than any step costs. The quantised copy `rough` and the smaller model `small` join
+    them if there are any. Each is the model and what its step costs."""
     L = model.c.n_layers
     if vocab and costs.head * (1 - len(vocab) / model.c.vocab_size) < costs.call:
         vocab = None
-    copied = [few_bits(*rough, costs)] if rough else []
+    models = []
+    if rough:
+        models.append(quantised(*rough, costs))
+    if small:
+        models.append(small_model(*small, costs))
     if heads:
         arms = [head_draft(head, costs, vocab) for head in heads]
-        return [max(arms, key=partial(promised, costs)), *copied]
-    drafting = ShortHead(model, vocab) if vocab else model
-    layers = sorted({max(1, round(L * part)) for part in stand_in(model).exits} - {L})
+        return [max(arms, key=partial(promised, costs)), *models]
+    short = ShortHead(model, vocab) if vocab else model
+    layers = sorted({max(1, round(L * part)) for part in model.exits} - {L})
     drafts = {f"exit {e}": early_exit(L, e) for e in layers}
     if skip:
         drafts["skip set"] = skip
-    return [self_draft(name, drafting, subs, costs) for name, subs in drafts.items()] + copied
+    return [self_draft(name, short, subs, costs) for name, subs in drafts.items()] + models
 
 
 def promised(costs, arm):
     """The highest expected speed-up of an arm, by what its rule knows so far."""
     alpha = arm.drafter.rule.skill.mean()
     gains = []
-    for g in range(1, 1 + arm.most):
-        verify_cost = arm.once + costs.pass_cost(1 + g)
-        gains.append(expected_speedup(alpha, g, arm.price(0), verify_cost))
+    for g in range(1, 1 + arm.longest):
+        cost = arm.drafting(0, g) + costs.pass_cost(1 + g)
+        gains.append(expected_tokens(alpha, g) / cost)
     return max(gains)

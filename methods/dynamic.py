@@ -8,9 +8,9 @@ published ones.
 import torch
 
 from control import Confidence, best_gamma, expected_speedup, weight_costs
+from kvcache import pick
 from layerskip import SelfDraft, early_exit, same_model
 from sampling import raw_probs
-from speculative import pick
 
 
 def overlaps(probs, p, logits):
@@ -81,12 +81,12 @@ class DEL(SelfDraft):
         alphas = (hits + 1) / (hits + misses + 2)
         bars = ((sure_hits + 1) / (hits + 1) + sure_misses / (misses + 1)) / 2
         best = 1.0
-        self.rule.most = 0                                              # do not draft if none gains
+        self.rule.longest = 0                                              # do not draft if none gains
         rows = zip(self.exits, alphas.tolist(), self.costs, bars.tolist(), strict=True)
         for e, alpha, cost, bar in rows:
             speed = expected_speedup(alpha, best_gamma(alpha, cost, self.longest), cost)
             if speed > best:
                 best = speed
-                self.rule.most = self.longest
+                self.rule.longest = self.longest
                 self.rule.threshold = bar
                 self.sublayers = early_exit(self.model.c.n_layers, e)

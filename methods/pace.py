@@ -1,172 +1,177 @@
 """Pace: before every draft, choose how to draft and how far, for the most tokens per second.
 
-Prices are known before a round begins, in target passes over one token. Acceptance rates are
-learnt: those of copies from the text, which shows what they would have been worth, all others from
-their own drafts.
+Costs are known before a round begins, in target passes over one token. Acceptance rates are learnt:
+an arm's from its own drafts, and a copy's from the text, whether it was drafted or not.
 
 Guarantee: a round begins only if the balance covers its cost with nothing accepted, so the balance
-never falls below 0. Hence cost <= STAKE + (1 + risk) x tokens, however bad the drafts are.
+never falls below 0. Hence cost <= STAKE + (1 + RISK) x tokens, however bad the drafts are.
 """
-from functools import cache
+from collections import Counter
 from itertools import pairwise
 from typing import NamedTuple
 
 from control import MOST, Beta, weight_costs
+from drafter import Drafter, Wrapper
 from layerskip import same_model
 from methods.arms import FADE, KNOWN, Arm, candidates
 from methods.suffix import DEPTH, Suffix
-from speculative import Drafter, Wrapper
 
 STAKE = 2.0     # passes that may be lost before anything is won
+RISK = 0.01     # what exploring may cost, as a share of plain decoding
 MARGIN = 0.05   # an arm must promise this much more than plain decoding
 REST = 0.02     # of the time: choosing takes no more of it while nothing gains
 COPY = 7  # tokens that may be copied: with the last one a block of eight, as recorded ones are
 
 
+class Forecast(NamedTuple):
+    """What is known before a round begins."""
+    n: int          # tokens of the longest text
+    room: int       # the longest draft
+    grown: float    # the cost of a pass over one token now, relative to one in a short text
+
+
 class Choice(NamedTuple):
-    """How a round drafts."""
+    """How a round drafts: with an arm, and what the round costs if it drafts 0, 1, ... tokens."""
     arm: Arm
-    length: int = 0     # the most tokens it drafts
-    late: float = 0.0   # the cost, in passes, of what the arm reads first
+    costs: list
 
 
 class Pace(Wrapper):
-    """Draft with the arm and the length that promise the most tokens per pass; the outermost
-    drafter. arms: by default `candidates(model, costs)`; their drafters have a Calibrated rule.
-    Suffix lookup drafts, too. costs: a Costs table, by default counted in weights. risk: what
-    exploring may cost, as a share of plain decoding. most: the longest draft. What is learnt
-    outlives the run. chosen: {name: rounds}.
+    """Before each round, choose the arm and the draft length that promise the most tokens per pass.
 
-    In a batch the rows share each pass, and so the arm; the guarantee counts the tokens of the row
-    with the fewest, and leaves out the prompt and the time that choosing takes. Choosing is taken
-    to cost what any step costs (`Costs.call`): where nothing gains, it sleeps for some rounds.
+    Pace must be the outermost drafter. The arms, by default `candidates(model, costs)`, have
+    Calibrated rules, and suffix lookup joins them. `costs` is a Costs table, by default counted in
+    weights. What is learnt persists across runs, and `chosen` counts the rounds per arm.
+
+    In a batch the rows share each pass and so the arm. The guarantee counts the tokens of the row
+    with the fewest, and leaves out the prompt and the time for choosing. That costs about as much
+    as any other step (`Costs.call`), so if nothing gains, Pace does not choose for a few rounds.
     """
 
-    def __init__(self, model, arms=None, costs=None, risk=0.01, most=MOST):
+    def __init__(self, model, arms=None, costs=None, most=MOST):
         self.model = model
         self.costs = costs or weight_costs(model.c)
-        self.risk = risk
         self.most = most
         self.arms = candidates(model, self.costs) if arms is None else list(arms)
         self.lookup = Suffix(COPY, factor=4.0)      # Pace itself cuts what is too long
-        self.nothing = Arm("nothing", Drafter(), lambda n: 0.0)
-        self.copying = Arm("suffix", self.lookup, lambda n: 0.0)
+        self.nothing = Arm("nothing", Drafter(), lambda n, g: 0.0)
+        self.copying = Arm("suffix", self.lookup, lambda n, g: 0.0)
         super().__init__(*(arm.drafter for arm in self.arms), self.lookup)
         self.whole = self.costs.pricing(range(2 * model.c.n_layers))
         self.thinking = self.costs.call / self.costs.whole
         # acceptance rates of copied tokens, by `matched.bit_length()`
         self.copied = [Beta(prior=1 - 0.5**k) for k in range(1 + DEPTH.bit_length())]
         self.balance = STAKE
-        self.chosen = {}
-        self.n = 0
+        self.chosen = Counter()
+        self.now = Forecast(0, most, 1.0)
+        self.choice = Choice(self.nothing, [1.0])
+        self.found = []         # of each row: what suffix lookup would copy
+        self.passes = []        # the cost of a pass over 0, 1, 2, ... tokens of each row
+        self.written = []       # of each row: how many tokens
+        self.least = 0          # the fewest of a row that was not finished
+        self.asleep = 0         # rounds in which it does not choose
 
     def begin(self, state, trace):
         same_model(self.model, state)
         super().begin(state, trace)
-        rows = len(state.known)
-        self.written = [0] * rows
+        self.written = [0] * len(state.known)
+        self.passes = [self.costs.pass_cost(T, len(state.known)) for T in range(self.most + 3)]
         self.least = 0
         self.asleep = 0
-        one = self.costs.pass_cost(rows)
-        self.pass_cost = cache(lambda T: self.costs.pass_cost(rows * T) / one)
         for arm in self.arms:
             skill = arm.drafter.rule.skill
             skill.fade(KNOWN / max(KNOWN, skill.hits + skill.misses))   # another text
 
-    # --- before a round
-
     def look(self, state):
-        """Set the text's length, the longest draft, and what a pass costs relative to the first."""
-        self.n = max(map(len, state.known))
-        self.room = max(0, min(self.most, max(state.left) - 1))
-        self.grown = self.whole(self.n) / self.costs.whole
+        """The Forecast of the next round."""
+        n = max(state.lengths)
+        room = min(self.most, max(state.room))
+        return Forecast(n, room, self.whole(n) / self.costs.whole)
 
     def cost(self, arm, g):
-        """The cost, in passes, of a round: g tokens of an arm, and their verification."""
-        return arm.once + g * arm.price(self.n) + self.pass_cost(1 + g)
+        """The cost, in passes, of a round: an arm drafts g tokens, and the target verifies them."""
+        return arm.drafting(self.now.n, g) + self.passes[1 + g]
 
     def covered(self, cost):
         """Whether the balance covers a round of this cost if nothing is accepted."""
-        return (cost - 1) * self.grown <= self.balance
+        return (cost - 1) * self.now.grown <= self.balance
 
     def promise(self, arm, alpha):
-        """(tokens per pass, g) at the best length whose cost the balance covers; (1, 0) if none
-        gains. The cost of choosing is counted. That of reading what others wrote
-        counts only against the balance, as it occurs once."""
+        """(tokens per pass, g) at the best length whose cost the balance covers, or (1, 0) if none
+        gains. What an arm reads first occurs once, so it only counts against the balance."""
         best = 1.0
         length = 0
         tokens = 1.0
         reach = 1.0
-        price = arm.price(self.n)
-        late = arm.late(self.pass_cost)
-        for g in range(1, min(arm.most, self.room) + 1):
+        further = arm.further(self.now.n)
+        catch_up = arm.drafting(self.now.n, 0)
+        for g in range(1, min(arm.longest, self.now.room) + 1):
             reach *= alpha
             tokens += reach
             cost = self.cost(arm, g)
-            if not self.covered(late + cost):
+            if not self.covered(cost):
                 break
-            if tokens > best * (cost + self.thinking):
-                best = tokens / (cost + self.thinking)
+            spent = cost - catch_up + self.thinking
+            if tokens > best * spent:
+                best = tokens / spent
                 length = g
-            elif reach < best * price:      # each further token adds less than it costs
+            elif reach < best * further:    # each further token adds less than it costs
                 break
         return best, length
 
     def choose(self):
-        """The Choice that promises most. What is little known is taken to be good: it is tried."""
+        """The Choice that promises most. An arm that is little known is taken to be good, so that
+        it is tried."""
         matched = self.lookup.matched
         known = [self.copied[m.bit_length()].mean() if m else 0.0 for m in matched]
-        self.copying.most = max(map(len, self.found))
+        self.copying.longest = max(map(len, self.found))
         options = [(self.copying, sum(known) / len(known))]
         options += [(arm, arm.drafter.rule.skill.high()) for arm in self.arms]
         best = 1 + MARGIN
-        choice = Choice(self.nothing)
+        chosen = self.nothing
+        length = 0
         for arm, alpha in options:
-            rate, length = self.promise(arm, alpha)
+            rate, far = self.promise(arm, alpha)
             if rate > best:
                 best = rate
-                choice = Choice(arm, length, arm.late(self.pass_cost))
-        if choice.arm in self.arms:
-            return self.open_end(choice)
-        return choice
+                chosen = arm
+                length = far
+        if chosen in self.arms:
+            length = self.open_end(chosen, length)
+        return Choice(chosen, [self.cost(chosen, g) for g in range(1 + length)])
 
-    def open_end(self, choice):
-        """The Choice with all the tokens that the balance covers: the arm's rule ends the draft."""
-        arm, length, late = choice
+    def open_end(self, arm, length):
+        """How many tokens the balance covers, since the arm's rule ends the draft."""
         rule = arm.drafter.rule
-        price = arm.price(self.n)
-        most = min(self.room, arm.most)
+        most = min(self.now.room, arm.longest)
         rate, _ = self.promise(arm, rule.skill.mean())  # what it brings, not what it might bring
-        verify_costs = [self.pass_cost(k + 2) for k in range(most + 1)]
-        rule.bars = [rate * (price + more - less) for less, more in pairwise(verify_costs)]
-        while length < most and self.covered(late + self.cost(arm, length + 1)):
+        further = arm.further(self.now.n)
+        rule.bars = [rate * (further + more - less) for less, more in pairwise(self.passes[2:])]
+        while length < most and self.covered(self.cost(arm, length + 1)):
             length += 1
-        rule.most = length
-        return Choice(arm, length, late)
+        rule.longest = length
+        return length
 
     def propose(self, state):
-        self.choice = Choice(self.nothing)
+        self.now = self.look(state)
+        self.choice = Choice(self.nothing, [1.0])
         self.found = [[]] * len(state.known)
         self.asleep -= 1
         if self.asleep < 0:
             self.lookup.enter(state)
             self.found = self.lookup.found(state)
-            self.look(state)
             self.choice = self.choose()
             if self.choice.arm is self.nothing:
                 self.asleep = int(self.thinking / REST)
-        name = self.choice.arm.name
-        self.chosen[name] = self.chosen.get(name, 0) + 1
-        return self.choice.arm.drafter.propose(state).cut(self.choice.length)
-
-    # --- after a round
+        arm, costs = self.choice
+        self.chosen[arm.name] += 1
+        return arm.drafter.propose(state).cut(len(costs) - 1)
 
     def observe(self, state, r):
-        K = r.p.shape[1] - 1
-        cost = self.choice.late + self.cost(self.choice.arm, K)
+        cost = self.choice.costs[r.p.shape[1] - 1]
         self.written = [n + len(new) for n, new in zip(self.written, r.new, strict=True)]
         least = min(n for n, new in zip(self.written, r.new, strict=True) if new)
-        self.balance += ((1 + self.risk) * (least - self.least) - cost) * self.grown
+        self.balance += ((1 + RISK) * (least - self.least) - cost) * self.now.grown
         self.least = least
         for arm in self.arms:
             arm.drafter.observe(state, r)
@@ -187,7 +192,7 @@ class Pace(Wrapper):
         why = {}
         for arm in self.arms:
             alpha = arm.drafter.rule.skill.mean()
-            price = arm.price(self.n)
+            price = arm.further(self.now.n)
             why[arm.name] = f" ({alpha:.0%} accepted, each token costs {price:.0%} of a pass)"
-        often = sorted(self.chosen.items(), key=lambda item: -item[1])
+        often = self.chosen.most_common()
         return ", ".join(f"{name} in {count} rounds{why.get(name, '')}" for name, count in often)

@@ -2,14 +2,18 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from machine.standin import Around
+from files import read_json
+from model import StandIn
+
+VOCAB = "draft_vocab.json"  # the name of a file with a draft vocabulary
 
 
-class ShortHead(Around):
+class ShortHead(StandIn):
     """A draft vocabulary (FR-Spec, arXiv 2502.14856): the model with only those rows of its output
     head that belong to the N tokens in `ids`. It stands in for the model wherever a drafter takes
     one.
@@ -32,7 +36,7 @@ class ShortHead(Around):
         return logits.index_copy_(2, self.ids, short)                           # (B, T, V)
 
 
-class Padded(Around):
+class Padded(StandIn):
     """A draft model with the target's tokenizer and another number of padded rows (Qwen2.5 0.5B has
     151,936 ids, 7B has 152,064), as a model with the target's `vocab_size`.
 
@@ -62,3 +66,13 @@ def most_frequent(texts, count):
                          "different tokens")
     ids = sorted(seen, key=lambda i: (-seen[i], i))[:count]
     return {"ids": ids, "share": sum(seen[i] for i in ids) / seen.total()}
+
+
+def read_vocab(path, vocab_size):
+    """The ids of a draft vocabulary, the most frequent first, from a file with {"ids": [...]}."""
+    ids = read_json(Path(path)).get("ids")
+    fine = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
+    if not fine or not 0 < len(set(ids)) == len(ids):
+        raise ValueError(f"{path}: expected different token ids from 0 to {vocab_size - 1} under "
+                         '"ids", as search.py --draft-vocab writes them')
+    return ids

@@ -1,11 +1,11 @@
 """Suffix decoding: look up suffixes of every length, and copy their likely continuation.
 
-Prompt lookup (`speculative.NGram`) copies what followed the previous occurrence of the last n
+Prompt lookup (`drafter.NGram`) copies what followed the previous occurrence of the last n
 tokens. One n is too long for a text that seldom repeats itself, and too short for one that often
 does. Here all suffixes of the text that have occurred before are tried. Counts say what followed
 each of them, and the draft that promises the most accepted tokens is taken.
 """
-from speculative import NGram, wanted
+from drafter import NGram, wanted
 
 DEPTH = 16      # tokens of the longest suffix whose continuations are counted
 

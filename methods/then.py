@@ -4,10 +4,10 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from drafter import Draft, NGram, Wrapper
 from layerskip import SelfDraft, early_exit
 from methods.trees import Tree
 from sampling import one_hot
-from speculative import Draft, NGram, Wrapper
 
 
 class Then(Wrapper):

@@ -19,8 +19,8 @@ from itertools import accumulate
 
 import torch
 
+from drafter import Draft, Wrapper
 from sampling import one_hot
-from speculative import Draft, Pass, Wrapper
 
 # --- a tree as a draft
 
@@ -61,21 +61,21 @@ class Tree(Draft):
         return super().place(state)._replace(
             positions=state.after(depth - 1), tree=self.seen, same=False)
 
-    def judge(self, state, passed, verify):
+    def judge(self, state, r, verify):
         """By `verify_tree`; the argument `verify` is for chains."""
-        node, next_token = verify_tree(
-            passed.p, self.tokens, self.parents, state.coins, self.q, self.length)
-        return *straighten(state, self, node, passed), next_token
+        node, token = verify_tree(r.p, self.tokens, self.parents, state.coins, self.q, self.length)
+        return *straighten(state, r, node), token
 
 
-def straighten(state, tree, node, passed):
-    """Turn a verified tree into a chain that begins with the accepted path, and move the cache to
-    match, so that no other code handles trees. node (B,): the last accepted one. Returns the Draft,
-    the Pass in its order, and how many of its tokens were accepted (B,).
+def straighten(state, r, node):
+    """Turn the verified tree of a Round r into a chain that begins with the accepted path, and move
+    the cache to match, so that no other code handles trees. node (B,): the last accepted one.
+    Returns the Round in the chain's order, and how many of its tokens were accepted (B,).
 
     After the path come the descendants of its last node, all rejected, and then dead tokens. The
     length is that of the longest branch through that node: the most that could have been accepted.
     """
+    tree = r.draft
     B, K = tree.tokens.shape
     row = torch.arange(B, device=node.device)
     seen = tree.seen.expand(B, -1, -1)
@@ -96,9 +96,9 @@ def straighten(state, tree, node, passed):
     def ordered(t):
         return t[row[:, None], path]
 
-    trace = {tap: ordered(x) for tap, x in passed.trace.items()}
-    passed = Pass(ordered(passed.logits), ordered(passed.p), trace)
-    return chain, passed, on_path.sum(1) - 1
+    trace = {tap: ordered(x) for tap, x in r.trace.items()}
+    r = replace(r, draft=chain, logits=ordered(r.logits), p=ordered(r.p), trace=trace)
+    return r, on_path.sum(1) - 1
 
 
 def verify_tree(p, tokens, parents, coins, q=None, length=None):
@@ -260,7 +260,7 @@ class Siblings(Wrapper):
 
         draft = self.drafters[0].propose(replace(state, probs=keeping))
         K = draft.tokens.shape[1]
-        room = max(state.left) - 1 - K
+        room = max(state.room) - K
         widths = []
         for width in self.widths:
             width = min(width, K, len(kept), room - sum(widths))

@@ -16,7 +16,8 @@ from dataclasses import replace
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from speculative import Draft, Drafter, Wrapper, one_round, wanted
+from drafter import Draft, Drafter, Wrapper, wanted
+from speculative import one_round
 from verification import verify
 
 

@@ -11,8 +11,8 @@
 # a shorter list to draft its own next tokens, and then checks them with the whole list.
 #
 # You need Python, and to know what a matrix product and a softmax are. About 45 minutes. The notebook
-# also runs on a model of your own: change `MODEL` in the first cell. (`start.py` finds the repository
-# and imports `torch`, `checkpoint` and `plots`. JupyterLab folds the cells that only draw.)
+# also runs on a model of your own: change `MODEL`. (The first cell finds the repository and imports
+# `torch`, `checkpoint` and `plots`. JupyterLab folds it, as it does the cells that only draw.)
 #
 # Where it says *Predict*, write down your answer before you run the next cell.
 
@@ -238,7 +238,7 @@ block = model.blocks[layer]
 heads = [head(layer, kv, g)[1] for kv in range(c.n_kv_heads) for g in range(G)]
 naive = torch.cat(heads, -1) @ block.attn.wo.T                          # (T, H*D) -> (T, dim)
 cos, sin = (t[: len(ids), None, None] for t in model.angles(len(ids)))  # (T, 1, 1, D)
-mask = model.build_masks(where, len(ids), 0)[c.window if layer % 2 == 0 else None]
+mask = model.build_masks(where, 0)[c.window if layer % 2 == 0 else None]
 library = block.attn(block.attn_norm(states[2 * layer]), cos, sin, mask, block_only)[0]
 assert torch.allclose(naive, library, atol=1e-4)
 print("naive", naive[4, :4], "library", library[4, :4])
@@ -307,7 +307,7 @@ print(f"{c.dim} -> {up.shape[-1]} -> {c.dim} numbers; "
 # %%
 x = model.tok[tokens] * c.embed_scale
 for i, block in enumerate(model.blocks):
-    mask = model.build_masks(where, T, 0)[c.window if i % 2 == 0 else None]
+    mask = model.build_masks(where, 0)[c.window if i % 2 == 0 else None]
     x = x + block.attn_post(block.attn(block.attn_norm(x), cos, sin, mask, block_only))
     x = x + block.mlp_post(block.mlp(block.mlp_norm(x)))
 final = model.tok if c.tied else model.head                             # (V, dim)
@@ -345,7 +345,7 @@ plots.draw_lens(said, sure, depths, labels[-9:], tokenizer)
 # is the most likely token already that of the whole model?
 
 # %%
-from support.files import read_prompts
+from support.texts import read_prompts
 
 
 def agreement_on(kind):

@@ -413,8 +413,8 @@ figure
 # quarter of it. For one short text the cache is small compared with the weights (16 GB for Llama-3-8B).
 # For many long texts it is the larger part, and every pass must read all of it.
 #
-# **Try it:** a device holds 24 GB. How many texts of 8,192 tokens fit beside Llama-3-8B? And with 8 bits per
-# number (`size=1`)?
+# **Try it:** a device holds 24 GB. How many texts of 8,192 tokens fit beside Llama-3-8B? And with 8 bits
+# per number (`size=1`)?
 #
 # <details><summary>Answer</summary>
 # 7.9 GB are left, and a text takes one gibibyte: seven, and fourteen.

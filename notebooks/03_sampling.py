@@ -126,7 +126,7 @@ figure
 # **Predict:** which of the three curves is flat? Which of the other two jumps higher?
 
 # %%
-from support.files import read_prompts
+from support.texts import read_prompts
 
 story = checkpoint.encode(tokenizer, read_prompts("stories")[1]["text"], c.bos)[:44]
 along = model(torch.tensor([story], device=device))[0].cpu()            # (T, V)

@@ -38,11 +38,11 @@ import inspect
 
 import minimal
 from search import Teacher
-from support.files import read_prompts
+from support.texts import read_prompts
 
 probs = lambda z: to_probs(z, temperature=1.0, top_k=8)
 story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:80]
-agree = Teacher(model, story, probs).acceptance(range(2 * EXIT))        # (T,): notebook 5; 1 where p = q
+agree = Teacher(model, story, probs).acceptance(range(2 * EXIT))        # (T,): notebook 6; 1 where p = q
 after = 5 + int((agree[5:] - 0.6).abs().argmin())               # not among the first words; closest to 0.6
 place = story[: after + 1]                                      # the text up to there
 with torch.device(device):                                      # minimal.py makes its tensors on one device
@@ -109,8 +109,8 @@ print(cached[cached.index("        # Draft") : cached.index("        accepted, t
 # %% [markdown]
 # - The first blocks read D, the last known token, and each drafted token as it comes. What they make of
 #   it (`xs`) is kept: the whole model would compute the same.
-# - The other blocks read all of them in one pass. So a round reads the weights of the first blocks gamma
-#   + 1 times, and those of the others once.
+# - The other blocks read all of them in one pass. So a round reads the weights of the first blocks
+#   gamma + 1 times, and those of the others once.
 # - Nothing is taken back after a rejection. The next round begins at a lower place and overwrites it.
 #
 # The two write the same text with the same random numbers:
@@ -284,61 +284,6 @@ print(f"written {text[0]:.3f} and {text[1]:.3f}; {off:.3f} of the probability ha
 # %% [markdown]
 # The second token: a softmax is never 0, so what q has too much of can come back as its own replacement.
 #
-# ## Block verification: one test for the draft as a whole
-#
-# Token by token, a ratio p/q above 1 is cut to 1, and the surplus is lost. *Block verification* (Sun et
-# al. 2025, [2403.10444](https://arxiv.org/abs/2403.10444)) carries it on. The first i drafted tokens
-# have the weight w_i = min(1, w_{i-1} p/q), with w_0 = 1, so a token with p > q makes up for an earlier
-# one with p < q. Each prefix flips a coin: the whole draft passes with its weight, a shorter prefix with
-# Z / (Z + 1 - w_i), where Z is the sum of max(w_i p - q, 0) over the next token. The *longest* that passes
-# is accepted, even if a shorter one failed. Here is the paper's example: two tokens, A and B, with
-# p = (1/3, 2/3) and q = (2/3, 1/3) at every place, and two drafted per round.
-#
-# **Predict:** which of the drafts AA, AB, BA and BB are accepted further than before?
-
-# %% jupyter={"source_hidden": true}
-from itertools import product
-
-from verification import verify_block
-
-third = torch.tensor([1, 2], dtype=torch.float64) / 3
-p_s, q_s = third.expand(1, 3, 2), third.flip(0).expand(1, 2, 2)         # (B, K+1, V), (B, K, V)
-chances = {}
-for rule in (verify, verify_block):
-    for draft in product((0, 1), repeat=2):
-        ends = every_path(lambda coins, rule=rule, draft=draft:
-                          int(rule(p_s, q_s, torch.tensor([draft]), coins)[0]))
-        chances[rule.__name__, draft] = total(ends)                     # {how many are accepted: probability}
-    mean = sum(float(q_s[0, 0, list(draft)].prod()) * k * chance for (name, draft), law in chances.items()
-               if name == rule.__name__ for k, chance in law.items())
-    print(f"{rule.__name__:12} accepts {mean:.3f} = {mean * 9:.0f}/9 of two drafted tokens on average")
-
-# %% jupyter={"source_hidden": true}
-figure, ((side,),) = plots.axes(1, 1, width=9, height=2.8)
-for at, (name, draft) in enumerate(sorted(chances, key=lambda key: (key[1], key[0]))):
-    x, below = at // 2 + (-0.2 if name == "verify" else 0.2), 0.0
-    for k, hue in enumerate((plots.HUES[-1], plots.HUES[5], plots.HUES[0])):
-        chance = chances[name, draft].get(k, 0.0)
-        side.bar(x, chance, 0.36, bottom=below, color=hue, label=f"{k} accepted" if at == 0 else None)
-        below += chance
-side.set_xticks([at + shift for at in range(4) for shift in (-0.2, 0.2)],
-                [f"{draft}\n{rule}" for draft in ("AA", "AB", "BA", "BB") for rule in ("by token", "block")],
-                fontsize=9)
-side.set(ylabel="probability")
-side.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-figure
-
-# %% [markdown]
-# Only AB: its A has the ratio 1/2 and its B the ratio 2, which makes up for it, so the whole draft always
-# passes. AA pays a part of that back, and on average more is accepted. Is the text still exact? We ask
-# the enumeration, with the model again.
-
-# %%
-speculative = total(every_path(lambda coins: write(coins, 3, 2, verify=verify_block)))
-assert speculative.keys() == truth.keys() and all(abs(speculative[t] - truth[t]) < 1e-5 for t in truth)
-print("the text has the distribution of the model alone")
-
-# %% [markdown]
 # ## The library's loop, one step at a time
 #
 # `rounds` is a Python generator: each `next` gives one round and everything that happened in it. Each
@@ -374,7 +319,8 @@ print("text so far:", tokenizer.decode(state.known[0]))
 # We decode greedily, so all three must write the same text.
 
 # %%
-from speculative import ModelDraft, NGram, generate
+from drafter import ModelDraft, NGram
+from speculative import generate
 
 drafters = {"first blocks": lambda gamma: SelfDraft(model, range(2 * EXIT), gamma),
             "n-gram": lambda gamma: NGram(gamma, 2)}
@@ -395,6 +341,49 @@ for name, seen in runs.items():
 # The colour and the line below a token show where it came from; hover over it for more. The n-gram saves
 # little here: a short story seldom repeats itself. It does better where text is copied, as in code.
 #
+# ## Suffix decoding: copy what came before
+#
+# Copied text is the cheapest draft. An n-gram looks for the last n tokens, with one n for all texts.
+# *Suffix decoding* (Oliaro et al. 2024, [2411.04975](https://arxiv.org/abs/2411.04975)) tries every
+# *suffix*: the last token, the last two, and so on, and counts what has followed each of them so far.
+# From a suffix of m tokens it follows the most frequent next token, for at most 2m tokens, and as long as
+# the chance of the whole copy stays above a limit. It drafts the copy that promises the most accepted
+# tokens.
+#
+# Here it writes code. **Look:** which copies are right?
+
+# %% jupyter={"source_hidden": true}
+from methods.suffix import Suffix
+
+code = checkpoint.encode(tokenizer, read_prompts("code")[0]["prompt"], c.bos)
+lookup = Suffix(7)
+print("suffix that is known already -> copy                                 accepted")
+for state, r in rounds(model, [code], 32, lookup):
+    drafted, before = r.draft.tokens[0].tolist(), len(state.known[0]) - len(r.new[0])
+    if drafted:
+        suffix = tokenizer.decode(state.known[0][before - lookup.matched[0] : before])
+        print(f"{suffix[-30:]!r:34} -> {tokenizer.decode(drafted)!r:34} {int(r.accepted)} of {len(drafted)}")
+
+# %% [markdown]
+# Names recur often, whole phrases less often. Nothing is computed for a copy. So it gains wherever a text
+# repeats itself: in code, in summaries of a prompt, in lists. (The paper also keeps the texts of earlier
+# requests, and can draft a tree.) A story repeats names and short phrases only:
+
+# %% jupyter={"source_hidden": true}
+from support.stats import Counts
+
+copied = {}
+for kind in ("code", "stories"):
+    openings = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts(kind)[:4]]
+    counts = Counts()
+    for _, r in rounds(model, openings, 48, Suffix(7), eos=c.eos):
+        counts.add(r)
+    copied[kind] = counts.accepted / counts.proposed
+    print(f"{kind}: {counts.accepted} of {counts.proposed} copied tokens accepted, {copied[kind]:.0%}; "
+          f"{counts.tau:.2f} tokens per pass")
+assert Path(MODEL).name != "stories-llama" or copied["stories"] < copied["code"]
+
+# %% [markdown]
 # ## Acceptance by position
 #
 # Make the drafts long, and count for each place in a draft: how often was it *tested*, that is, how
@@ -404,7 +393,6 @@ for name, seen in runs.items():
 
 # %% jupyter={"source_hidden": true}
 from control import expected_tokens
-from support.stats import Counts
 
 K = 6
 prompts = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts("stories")]
@@ -470,8 +458,8 @@ print(f"our drafts: {seen.tau:.2f} tokens per round; predicted with alpha {seen.
 assert Path(MODEL).name != "stories-llama" or 0.04 < right / seen.tau - 1 < 0.08
 
 # %% [markdown]
-# The formula with alpha is too high by 6 %: after the first place, fewer were accepted on the whole, and
-# the last draft of each text is cut short. With the yield in its place it is useless.
+# The formula with alpha is a little too high. After the first place, fewer were accepted on the whole,
+# and the last draft of each text is cut short. With the yield in its place it is useless.
 #
 # ## The economics: when to turn it off
 #
@@ -518,8 +506,9 @@ figure
 # picture are the same four pairs, among lines of equal best speed-up. Below the diagonal there is
 # nothing to gain.
 #
-# What the clock says is another matter, because c depends on the machine:
-# [notebook 5](05_layer_skipping.ipynb).
+# What the clock says is another matter, because c depends on the machine
+# ([notebook 6](06_layer_skipping.ipynb)). So does the cost of checking several tokens
+# ([notebook 12](12_close_to_the_machine.ipynb)).
 #
 # ## Questions
 #
@@ -576,4 +565,18 @@ for gamma in (1, 3, 7):
 print("ceil(n / (gamma + 1)): this finds bugs that no comparison of texts can find")
 
 # %% [markdown]
-# Next: [layer skipping](05_layer_skipping.ipynb). Which part of the model should draft?
+# **4.** The last token has occurred four times so far. Three times "a" followed it, and once "the". "a" was
+# always followed by "big". How many accepted tokens does suffix decoding expect of the copy "a big"?
+#
+# <details><summary>Answer</summary>
+# 1.5: "a" has a chance of 0.75, and then "big" is certain, so it has the same.
+# </details>
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+seen = {(0,): {1: 3, 2: 1}, (0, 1): {3: 3}}                     # 0: the last token, 1: a, 2: the, 3: big
+assert Suffix(7).follow(seen, (0,), 2) == (1.5, [1, 3])
+print("0.75 + 0.75 = 1.5")
+
+# %% [markdown]
+# Next: [the same text](05_the_same_text.ipynb). Drafting keeps the distribution. Can it keep the text
+# itself?

@@ -4,7 +4,7 @@ cell that is tagged "gallery" becomes NN_name.png.
     python notebooks/execute.py [01 04 ...]
 
 The .py file is the source, in jupytext's percent format; an .ipynb is made from
-it, and never edited.
+it, and never edited. Its line `%run start.py` becomes the folded cell `find.py`.
 """
 import base64
 import io
@@ -35,10 +35,21 @@ def smaller(png):
     return base64.b64encode(out.getvalue()).decode()
 
 
+def read(path):
+    """The notebook of a source file. Its first cell of code finds the repository, wherever it is opened."""
+    notebook = jupytext.read(path)
+    first = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    first.source = first.source.removeprefix("%run start.py\n")
+    folded = {"jupyter": {"source_hidden": True}}
+    find = nbformat.v4.new_code_cell((HERE / "find.py").read_text(encoding="utf-8").strip(), metadata=folded)
+    notebook.cells.insert(notebook.cells.index(first), find)
+    return notebook
+
+
 def execute(path, where):
     """The notebook of a source file, run from the folder `where`. Raises nbclient's CellExecutionError where
     a cell fails."""
-    notebook = jupytext.read(path)
+    notebook = read(path)
     notebook.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
     for number, cell in enumerate(notebook.cells, 1):
         cell.id = f"cell-{number}"  # trap: random ids would change in every run

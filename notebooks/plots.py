@@ -217,7 +217,7 @@ def draw_texts(laws, names):
 
 
 def draw_sublayers(drafts, shared, count):
-    """Notebook 5. drafts {name: sub-layers}, shared {name: how many are shared with the check}; count: 2L."""
+    """Notebook 6. drafts {name: sub-layers}, shared {name: how many are shared with the check}; count: 2L."""
     figure, ((side,),) = axes(1, 1, width=10, height=2.6)
     for y, (name, subs) in enumerate(drafts.items()):
         for i in range(count):
@@ -233,7 +233,7 @@ def draw_sublayers(drafts, shared, count):
 
 
 def draw_traces(traces):
-    """Notebook 5. traces {title: (drafted, accepted, estimate of alpha, c)}, a value per round; c is one."""
+    """Notebook 6. traces {title: (drafted, accepted, estimate of alpha, c)}, a value per round; c is one."""
     figure, sides = axes(len(traces), 2, width=5, height=2.2)
     for (left, right), (title, (drafted, accepted, mean, c)) in zip(sides, traces.items(), strict=True):
         left.bar(range(len(drafted)), drafted, 1, color=HUES[5], label="drafted")
@@ -373,7 +373,7 @@ def tree_and_mask(parents, mask, names):
 
 
 def draw_reading(side, head, L):
-    """Notebook 8. What a trained head reads (squares), what of the model it runs (orange) and what of its own
+    """Notebook 9. What a trained head reads (squares), what of the model it runs (orange) and what of its own
     (green), and which token it predicts (arrows). A column is a token, a row a height in the model; D, the
     last known token, is column 1. `explain_reading` has the legend."""
     exits = "exit_layer" in head.shape
@@ -406,7 +406,7 @@ def draw_reading(side, head, L):
 
 
 def explain_reading(side):
-    """Notebook 8. The legend of `draw_reading`, on axes of its own."""
+    """Notebook 9. The legend of `draw_reading`, on axes of its own."""
     side.axis("off")
     marks = ((Rectangle((0, 0), 1, 1, color="#dce9f2"), "computed by the target already"),
              (Line2D([], [], marker="s", color=HUES[0], ls=""), "a state that the head reads"),

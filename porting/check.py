@@ -384,7 +384,7 @@ def alike(told, got, tolerance):
 
 
 def named(number, expect, answer, refuted=()):
-    """The mistakes that give exactly this wrong answer: names of wrong_ports.py."""
+    """The mistakes that give exactly this wrong answer: names from wrong.txt."""
     got = print_of(answer, sorted(expect["answer"]))
     return [line["mistake"] for line in read_lines(TRACES / "mistakes.jsonl")
             if line["case"] == number and line["mistake"] not in refuted

@@ -19,13 +19,14 @@ import model  # noqa: E402
 import speculative  # noqa: E402
 import verification  # noqa: E402
 from checkpoint import parts, read_config  # noqa: E402
+from drafter import Drafter, NGram, Wrapper  # noqa: E402
 from kvcache import KVCache  # noqa: E402
 from layerskip import SelfDraft  # noqa: E402
 from methods.trees import Siblings, Tree, ancestors, verify_tree  # noqa: E402
 from model import Attention, Config, RMSNorm, Transformer  # noqa: E402
 from porting.check import fingerprint  # noqa: E402
 from sampling import Coins, Race, to_probs  # noqa: E402
-from speculative import Drafter, NGram, State, Wrapper  # noqa: E402
+from speculative import State  # noqa: E402
 
 RANKS = 4  # top tokens that must be clearly apart: siblings take the second and the third
 

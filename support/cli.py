@@ -5,15 +5,14 @@ A ValueError or an OSError is a message to the user; anything else is our own bu
 import argparse
 import io
 import os
-import platform
 import re
 import sys
 from pathlib import Path
 
 import torch
 
+from files import note, read_json
 from layerskip import without
-from support.files import note, read_json
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,16 +48,6 @@ def read_skip(text, n_layers):
     return without(n_layers, attn, mlp)
 
 
-def read_vocab(path, vocab_size):
-    """The ids of a draft vocabulary, the most frequent first, from a file with {"ids": [...]}."""
-    ids = read_json(Path(path)).get("ids")
-    fine = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
-    if not fine or not 0 < len(set(ids)) == len(ids):
-        raise ValueError(f"{path}: expected different token ids from 0 to {vocab_size - 1} under "
-                         '"ids", as search.py --draft-vocab writes them')
-    return ids
-
-
 def read_beside(path, read, *args):
     """read(path, *args) of a file beside the weights. None if there is no such file, or if it
     cannot be used: a stray file beside the weights must not end a run."""
@@ -69,21 +58,7 @@ def read_beside(path, read, *args):
         return None
 
 
-# --- the machine and its streams
-
-
-def machine(device):
-    """What the model runs on: the name of the GPU, or of the processor with the number of
-    threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'s' * (threads > 1)}"
+# --- a command's streams
 
 
 def read_input():

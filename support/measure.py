@@ -4,7 +4,6 @@ A table of costs decides how a text is drafted, never what it says. No two measu
 same, and a run repeats round by round only with the same table. So a table is measured once per
 machine, model and dtype, and then kept in the user's cache folder.
 """
-import hashlib
 import json
 import math
 import statistics
@@ -16,12 +15,12 @@ from pathlib import Path
 import torch
 
 from control import MOST, Costs
+from files import guarded, note, read_json
 from kvcache import KVCache
-from machine.standin import stand_in
+from machine.kept import cache_file, identity, keep
 from model import Placement
 from sampling import Coins, raw_probs, to_probs
-from support.cli import machine, read_beside
-from support.files import cache_file, guarded, keep, note, read_json
+from support.cli import read_beside
 from verification import verify
 
 WIDTHS = 1, 2, 3, 4, 5, 8, 9, 13, MOST + 1      # of the blocks that are measured
@@ -52,7 +51,7 @@ def measure_costs(model, context=64, repeats=50):
     eagerly."""
     far = 16 * context
     unbounded = 2 * (model.c.n_layers > 1)      # an attention without a window, if there is one
-    model = stand_in(model)
+    model = model
     eager = model.bare()
     device = model.tok.device
     cache = KVCache(model.c, 1, far + MOST + 1, model.attention_dtype(), device)
@@ -102,17 +101,17 @@ def measure_costs(model, context=64, repeats=50):
 
 @torch.inference_mode()
 def measure_step(model, twin, context=64, repeats=20):
-    """What a token takes in a copy of the model in few bits, relative to one in the model."""
+    """What a token takes in a model that drafts, the twin, relative to one in the model."""
     device = model.tok.device
-    cache = KVCache(model.c, 1, context + 8, model.attention_dtype(), device)
+    dtype = model.attention_dtype()
+    caches = {m: KVCache(m.c, 1, context + 8, dtype, device) for m in (model, twin)}
     at = Placement.span(context, context + 1, device)
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
 
     def step(m):
-        m.unembed(m.run(m.embed(token), at, cache))
+        m.unembed(m.run(m.embed(token), at, caches[m]))
 
     steps = {"model": partial(step, model), "twin": partial(step, twin)}
-    model = stand_in(model)
     model.rehearse(lambda: [act() for act in steps.values()])
     times = interleave(steps, repeats)
     return times["twin"] / times["model"]
@@ -143,7 +142,7 @@ def read_costs(path, c):
 
 def kept_costs(model):
     """The Costs of this model on this machine, in seconds, measured if no valid table is kept."""
-    path = cache_file(f"costs-{identity(model, type(stand_in(model)).__name__)}.json")
+    path = cache_file(f"costs-{identity(model, type(model).__name__)}.json")
     if costs := read_beside(path, read_costs, model.c):
         return costs
     note("costs", f"measuring what a pass takes, about {SECONDS:.0f} seconds")
@@ -162,12 +161,3 @@ def quick(model):
     token = torch.zeros(1, 1, dtype=torch.long, device=model.tok.device)
     one = interleave({"pass": lambda: model.forward(token)}, 3)["pass"]
     return measure_costs(model, repeats=max(5, min(30, int(SECONDS / PASSES / one))))
-
-
-def identity(model, *facts):
-    """A name for everything that costs and recordings depend on: torch, the machine with its number
-    of threads, the shapes and dtypes of the weights, but not their values, and these facts."""
-    weights = [(name, tuple(w.shape), w.dtype) for name, w in model.state_dict().items()]
-    device = model.tok.device
-    facts = torch.__version__, machine(device), device.type, model.c, weights, facts
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

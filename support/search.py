@@ -10,13 +10,14 @@ from tqdm import tqdm
 
 import checkpoint
 from control import weight_costs
+from files import check_writable, note, parse_json, read_text, write_file
 from layerskip import skipped
-from methods.standin import ShortHead, most_frequent
+from methods.standin import VOCAB, ShortHead, most_frequent
 from sampling import to_probs
 from search import Calibration, Space, search, speedup
-from support import cli, files
-from support.files import VOCAB
+from support import cli
 from support.measure import read_costs
+from support.texts import BOUNDARY, read_texts
 
 LOG = "trials.jsonl"
 KEYS = {"bits", "value", "alpha", "c", "gamma", "speedup", "theta"}     # of a trial, see `search`
@@ -29,7 +30,7 @@ def parse(argv):
     add = p.add_argument
     add("--model", required=True, metavar="DIR", help="a Hugging Face folder")
     add("--text", required=True, metavar="FILE",
-        help=f'documents, separated by {files.BOUNDARY} or in lines of JSON under "text"')
+        help=f'documents, separated by {BOUNDARY} or in lines of JSON under "text"')
     add("--out", required=True, metavar="DIR",
         help="for the results; a stopped search goes on there")
     add("--trials", type=int, default=100, metavar="N", help="in all, including earlier runs")
@@ -65,6 +66,28 @@ def header(a, model, tokenizer, documents, costs, space):
     return {"search": h.hexdigest(), "skippable": list(space.skippable)}
 
 
+def resume(path, header, keys):
+    """Prepare a log for appending: a `header` and lines of JSON objects with these keys. Returns
+    the objects that an earlier run wrote, except a last one that a kill cut off; none if the old
+    header differs. Raises ValueError for a damaged log, and for a folder that holds something
+    else."""
+    text = read_text(path) if path.is_file() else ""
+    found, *lines = map(parse_json, text.split("\n"))
+    if isinstance(found, dict) and found.keys() == header.keys() and found != header:
+        note(path, "it has another model, text or flags; the search starts anew")
+    elif found != header and path.parent.exists() and any(path.parent.iterdir()):
+        raise ValueError(f"{path.parent} is not empty, and no search made it: name another --out")
+    if found != header:
+        lines = []
+    lines = lines[:-1]      # a whole line ends with a newline, after which nothing is left
+    if not all(isinstance(line, dict) and line.keys() >= keys for line in lines):
+        raise ValueError(f"{path} is damaged, or another program wrote to it: repair it, or name "
+                         "another --out")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, "".join(json.dumps(line) + "\n" for line in [header, *lines]))
+    return lines
+
+
 def describe(space, entry):
     """What generate.py --skip reads: the blocks whose attention or MLP is skipped, and the gain."""
     attn, mlp = skipped(space.n_layers, space.sublayers([int(b) for b in entry["bits"]]))
@@ -76,7 +99,7 @@ def describe(space, entry):
 def run(argv):
     a = parse(argv)
     model, tokenizer = checkpoint.load(a.model, a.device, getattr(torch, a.dtype))
-    documents, c, out = files.read_texts(Path(a.text), "text", files.BOUNDARY), model.c, Path(a.out)
+    documents, c, out = read_texts(Path(a.text), "text", BOUNDARY), model.c, Path(a.out)
     space = Space(c.n_layers, tuple(i for i in range(2 * c.n_layers) if i not in a.protect))
     if not set(a.protect) < set(range(2 * c.n_layers)):
         raise ValueError(f"--protect: name some of the sub-layers 0 to {2 * c.n_layers - 1}, but "
@@ -89,9 +112,9 @@ def run(argv):
         short = ShortHead(model, vocab["ids"])
     calibration = Calibration(model, tokenizer, documents, a.tokens, probs, short)
     first = header(a, model, tokenizer, documents, costs, space)
-    entries = files.resume(out / LOG, first, KEYS)
+    entries = resume(out / LOG, first, KEYS)
     for name in (FOUND, VOCAB):
-        files.check_writable(out / name)
+        check_writable(out / name)
     trials = search(space, partial(speedup, calibration, costs), a.trials, a.seed, entries)
     with open(out / LOG, "a") as log:
         for entry in tqdm(trials, initial=len(entries), total=a.trials, unit="trial", disable=None):
@@ -99,11 +122,11 @@ def run(argv):
             log.flush()
             entries.append(entry)
     best = max(entries, key=lambda e: e["value"])
-    files.write_file(out / FOUND, json.dumps(describe(space, best)) + "\n")
+    write_file(out / FOUND, json.dumps(describe(space, best)) + "\n")
     print(f"{out / FOUND}: alpha {best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} "
           f"promises {best['speedup']:.2f} times plain decoding")
     if short:
-        files.write_file(out / VOCAB, json.dumps(vocab) + "\n")
+        write_file(out / VOCAB, json.dumps(vocab) + "\n")
         print(f"{out / VOCAB}: {a.draft_vocab} tokens, which are {vocab['share']:.1%} of the text")
 
 

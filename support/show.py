@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from support.files import write_file
+from files import write_file
 from support.stats import Counts
 
 # Where a token came from: a hue that colour-blind readers can tell apart (Okabe & Ito 2008), the

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from kvcache import KVCache
-from speculative import Drafter, Wrapper, collect, prefill
+from drafter import Drafter, Wrapper
+from kvcache import KVCache, prefill
+from speculative import collect
 
 
 @dataclass

@@ -11,9 +11,11 @@ from paper_gpu import PaperGPU
 from teach import equal
 from tiny import DEVICES, LIVELY, PROMPTS, each_family, law, make, warm
 
-from methods.drafting import ProphetDraft, Reader
+from drafter import ModelDraft, Wrapper
+from methods.base import Reader
+from methods.prophet import ProphetDraft
 from sampling import Coins, to_probs
-from speculative import ModelDraft, Wrapper, generate, rounds
+from speculative import generate, rounds
 from verification import verify
 
 

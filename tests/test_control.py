@@ -4,32 +4,28 @@ import math
 import random
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import promises
 import pytest
 import torch
 from promises import reader
-from teach import compare
-from tiny import LIVELY, PROMPTS, TINY, Says, make_round, small, wide
+from tiny import LIVELY, PROMPTS, TINY, Says, make_round, small, state_of
 
-import speculative
 from control import (
     Beta,
     Confidence,
     Costs,
     best_gamma,
     confidence,
-    expected_speedup,
-    expected_tokens_along,
     nested_cost,
     weight_costs,
 )
+from drafter import Draft, Drafter, ModelDraft, NGram, Rule, chain, wanted
 from layerskip import SelfDraft, early_exit, without
 from methods.then import Then
 from model import Config, Transformer
-from speculative import Draft, Drafter, ModelDraft, NGram, Rule, generate, rounds, wanted
+from speculative import generate, rounds
 
 
 def dice(most=6, ends=True):
@@ -82,18 +78,17 @@ test_exact_law_of_a_ragged_batch = promises.exact_law_of_a_ragged_batch(LAWS, ["
 
 
 def test_wanted_by_hand():
-    state = SimpleNamespace(left=[9, 3, 1, 0])
+    state = state_of([[1]] * 4, [9, 3, 1, 0])
     assert wanted(state, Rule(5)) == [5, 2, 0, 0]
     assert wanted(state, Rule(0)) == [0] * 4
-    state.left = [9, 9, 9]
-    assert wanted(state, Says([2, 0, 2])) == [2, 0, 2]
+    assert wanted(state_of([[1]] * 3, [9, 9, 9]), Says([2, 0, 2])) == [2, 0, 2]
 
 
 def test_no_step_is_computed_once_all_rows_have_ended(models):
     state, _ = next(rounds(models["llama"], PROMPTS, 20))
     steps, ends = [], lambda k, logits, token: [False, k == 1, k == 0, k == 3]
     step = lambda token, k: steps.append(k) or torch.zeros(4, 1, 17)  # noqa: E731
-    draft = speculative.chain(state, step, Says([2, 6, 6, 6], ends))
+    draft = chain(state, step, Says([2, 6, 6, 6], ends))
     assert draft.length.tolist() == [2, 2, 1, 4] and steps == [0, 1, 2, 3]
 
 
@@ -108,10 +103,6 @@ def test_an_n_gram_knows_nothing_of_the_text_before(models):
 
 
 # --- the rules by hand
-
-
-def state_of(rows=1):
-    return SimpleNamespace(known=[[1]] * rows, left=[99] * rows, send=torch.as_tensor)
 
 
 def outcome(*pairs):
@@ -171,51 +162,6 @@ def test_each_rule_learns_of_its_own_part():
 
 
 # --- the speed-up model
-
-
-def walks(text, gamma, at=0):
-    """(tokens, rounds) to be expected from position `at` on, by trying all outcomes."""
-    if at > len(text) - gamma:
-        return 0.0, 0.0
-    tokens, rounds, reach = 0.0, 1.0, 1.0
-    for k in range(gamma + 1):
-        stop = reach * (1 - text[at + k]) if k < gamma else reach
-        if stop:
-            more = walks(text, gamma, at + k + 1)
-            tokens, rounds = tokens + stop * (k + 1 + more[0]), rounds + stop * more[1]
-        reach -= stop
-    return tokens, rounds
-
-
-def test_expected_tokens_along_a_series_by_trying_every_outcome():
-    rng = random.Random(0)
-    texts = [[rng.choice([0.0, 1.0, rng.random()]) for _ in range(n)] for n in (17, 9, 3)]
-    series = [torch.tensor(text, dtype=torch.float64) for text in texts]
-    want = [1.0]
-    for gamma in range(1, 17):
-        tokens, rounds = (sum(column) for column in zip(*(walks(text, gamma) for text in texts), strict=True))
-        want.append(tokens / rounds)
-    got = [float(expected_tokens_along(series, gamma)) for gamma in range(17)]
-    compare(wide(got), want, {}, "texts of 17, 9 and 3 acceptances, some 0 and some 1; gamma = 0 to 16", 1e-9)
-
-
-def test_best_gamma_by_brute_force():
-    rng = random.Random(1)
-    for _ in range(300):
-        alpha, c, most = rng.random(), rng.random() * 0.9, rng.randint(0, 20)
-        wider = rng.choice([0.0, 0.1, 1.0])
-        block = lambda T, wider=wider: 1 + wider * (T - 1)  # noqa: E731
-        speed = [(1 - alpha ** (g + 1)) / (1 - alpha) / (g * c + block(g + 1)) for g in range(most + 1)]
-        least = rng.randint(0, most)
-        compare(torch.tensor(best_gamma(alpha, c, most, least, block)), speed.index(max(speed[least:])), {
-            "`least` is ignored": speed.index(max(speed))},
-            f"alpha = {alpha:.3f}, c = {c:.3f}, most = {most}, least = {least}, a pass over T tokens costs "
-            f"1 + {wider} (T - 1)")
-        compare(wide(expected_speedup(alpha, most, c, block(most + 1))), speed[-1], {},
-                f"alpha = {alpha:.3f}, gamma = {most}, c = {c:.3f}: the speed-up, by `expected_tokens`", 1e-9)
-    for alpha, c, want in ((1.0, 0.5, 16), (1, 0.5, 16), (0.0, 0.1, 0), (0.4, 0.4, 0), (0, 0, 0)):
-        compare(torch.tensor(best_gamma(alpha, c)), want, {},
-                f"alpha = {alpha}, c = {c} (of equal speeds the shortest draft)")
 
 
 @pytest.mark.parametrize("family", LIVELY)

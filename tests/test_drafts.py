@@ -10,12 +10,12 @@ from test_generate import SMALL, STORIES, as_json
 from tiny import command
 
 import checkpoint
-import generate
 from control import MOST, Costs
 from lab.m2r2 import M2R2
 from machine.quant import Int4, byte_costs
 from methods import heads
-from support import drafts, measure
+from model import put
+from support import drafts, generate, measure
 
 call = command(generate.main)
 
@@ -29,7 +29,7 @@ def stories():
 @pytest.fixture
 def plan(stories):
     """The Plan that flags ask for."""
-    return lambda *flags: drafts.plan(generate.parse(["x", *map(str, flags)]), *stories)
+    return lambda *flags: generate.plan(generate.parse(["x", *map(str, flags)]), *stories)
 
 
 def test_a_draft_vocabulary_shortens_the_head(call, plan, tmp_path):
@@ -65,7 +65,7 @@ def test_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
 
     def arms(model, folder, *flags):
         a = generate.parse(["x", "--draft", "auto", "--model", str(folder), *flags])
-        return {arm.name: arm for arm in drafts.plan(a, model, stories[1]).make().arms}
+        return {arm.name: arm for arm in generate.plan(a, model, stories[1]).make().arms}
 
     arm = arms(half, tmp_path)["few bits"]
     assert isinstance(arm.drafter.model.head, Int4) and len(arm.drafter.sublayers) == 2 * half.c.n_layers
@@ -75,6 +75,27 @@ def test_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
     assert "few bits" in arms(half, STORIES) and len(arms(half, STORIES)) == 2, "beside trained heads"
     monkeypatch.setattr(drafts, "MEASURED", 64e6)
     assert "few bits" not in arms(half, tmp_path), "a small model lies in the processor's caches"
+
+
+def test_a_small_model_drafts_in_few_bits_alone_and_as_an_arm(call, plan, tmp_path):
+    quantised = "--draft-quant", "int4"
+    plain = as_json(call, "--draft", "none")["outputs"]
+    for flags in (["--draft", SMALL], ["--draft-model", SMALL], ["--draft-model", SMALL, "--fast"]):
+        assert as_json(call, *flags, *quantised)["outputs"] == plain
+    made = plan("--draft", SMALL, *quantised)
+    assert "in int4" in made.note and isinstance(made.make().model.head, Int4)
+    arms = {}
+    for bits in ((), quantised):
+        arms[bits] = plan("--draft-model", SMALL, *bits).make().arms[-1]
+    whole, few = arms.values()
+    assert isinstance(few.drafter.model.head, Int4) and few.name == whole.name == "small model"
+    assert few.price(0) < 0.25 * whole.price(0), "a price by the bytes of float32 and int4"
+    few.drafter.unread = 9
+    assert few.late(lambda T: float(T)) == pytest.approx(8 * few.price(0)), "it reads what others wrote"
+    call.refuses(["x", *quantised], tmp_path, "--draft-quant", "name one with --draft DIR")
+    call.refuses(["x", "--draft", "int8", *quantised], tmp_path, "--draft-quant does not go with")
+    call.refuses(["x", "--draft", SMALL, "--draft-model", SMALL], tmp_path, "--draft-model does not go with")
+    call.refuses(["x", "--draft-model", tmp_path], tmp_path, "config.json")
 
 
 def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, capsys):
@@ -88,7 +109,7 @@ def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, caps
 
     def names(*flags):
         a = generate.parse(["x", "--draft", "auto", "--model", str(tmp_path), *flags])
-        return [way.name for way in drafts.plan(a, *stories).make().arms]
+        return [way.name for way in generate.plan(a, *stories).make().arms]
 
     assert "prophet" in names() and "medusa" not in names()
     assert "medusa" in capsys.readouterr().err.splitlines()[0]
@@ -108,7 +129,7 @@ def test_costs_are_measured_once_for_large_models_only(call, plan, stories, tmp_
     assert "as measured" in first["how"] and len(measured) == 1
     assert "measured" in plan("--temperature", "0.8", "--fast").note, "who asks for speed gets it"
     assert "by weights" in plan("--temperature", "0.8").note, "the same seed writes the same text"
-    monkeypatch.setattr("machine.parallel.place", lambda: (0, 2))
+    monkeypatch.setattr("machine.parallel.here", lambda: (0, 2))
     assert "by weights" in plan().note, "each process would measure its own"
 
 
@@ -148,7 +169,7 @@ def test_draft_model_of_another_padded_vocabulary(call, stories, tmp_path, rows)
     for name in {"tok", "head"} if model.head is not None else {"tok"}:
         w = getattr(model, name).detach()
         w = torch.cat([w, w[:100]])[:rows]      # what stands in padded rows may be likely
-        checkpoint.put(model, name, torch.nn.Parameter(w, requires_grad=False))
+        put(model, name, torch.nn.Parameter(w, requires_grad=False))
     checkpoint.save(model, tmp_path / "other", tokenizer)
     (tmp_path / "vocab.json").write_text(json.dumps({"ids": [0, *range(200, 1223)]}))
     for more in [], ["--draft-vocab", tmp_path / "vocab.json"]:
@@ -217,7 +238,7 @@ def test_what_is_wrong_in_a_readers_file_is_one_line(call, mine, tmp_path, flags
 
 
 BASE = """import numpy, torch
-from speculative import Draft, Drafter, NGram, Rule
+from drafter import Draft, Drafter, NGram, Rule
 
 
 class Base(Drafter):

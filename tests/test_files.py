@@ -1,12 +1,12 @@
 """Files are replaced as a whole."""
 import os
-from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
 from tiny import tree
 
-from support import files
+import files
+from machine.kept import cache_file
 
 
 @pytest.mark.parametrize("error", [SafetensorError("full"), None])
@@ -26,16 +26,6 @@ def test_a_failure_leaves_the_old_file(error, monkeypatch, tmp_path):
     assert tree(tmp_path) == {str(path): b"old"}
 
 
-@pytest.mark.parametrize("name, hint", [
-    ("Qwen/Qwen2.5-0.5B", True), ("nothing", False), ("there/model", False), ("a/b/c", False)])
-def test_the_name_of_a_model_on_the_hub_is_told_from_a_wrong_path(name, hint, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
-    with pytest.raises(FileNotFoundError, match="^\\S+: there is no such folder") as e:
-        files.check_folder(Path(name))
-    assert (f"hf download {name} --local-dir runs/" in str(e.value)) == hint
-
-
 @pytest.mark.parametrize("home", ["caches", "", None])
 def test_a_cache_folder_that_is_no_absolute_path_is_ignored(home, monkeypatch, tmp_path):
     """As the XDG specification says; else the cache would lie wherever a program runs."""
@@ -43,7 +33,7 @@ def test_a_cache_folder_that_is_no_absolute_path_is_ignored(home, monkeypatch, t
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     if home is not None:
         monkeypatch.setenv("XDG_CACHE_HOME", home)
-    assert files.cache_file("x") == tmp_path / ".cache" / "self-speculative-decoding" / "x"
+    assert cache_file("x") == tmp_path / ".cache" / "self-speculative-decoding" / "x"
 
 
 def test_permissions_links_and_what_cannot_be_written(tmp_path):

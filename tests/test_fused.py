@@ -6,11 +6,10 @@ import torch
 from test_model import LAYOUTS, error, some_x
 from tiny import GEMMA, LLAMA, QWEN, make
 
-from kvcache import KVCache
+from kvcache import KVCache, prefill
 from machine import fused
 from machine.fused import Fused, fuse
 from model import Placement
-from speculative import prefill
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +26,8 @@ def test_a_prompt(name, chunk):
     want = prefill(make(c), tokens, KVCache(c, 2, 24, torch.float64))
     m = fuse(make(c))
     assert isinstance(m.blocks[0].attn, Fused)
-    assert error(prefill(m, tokens, KVCache(c, 2, 24, torch.float64), chunk), want) < 1e-12
+    m.chunk = chunk
+    assert error(prefill(m, tokens, KVCache(c, 2, 24, torch.float64)), want) < 1e-12
     assert error(m.run(m.embed(tokens), Placement.span(0, 20)), want) < 1e-12
 
 

@@ -17,12 +17,12 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 import checkpoint  # noqa: E402
-from lab.rules import DoNoHarm  # noqa: E402
+from drafter import ModelDraft, NGram  # noqa: E402
 from layerskip import SelfDraft, without  # noqa: E402
 from methods import heads  # noqa: E402
 from methods.then import Then  # noqa: E402
 from methods.trees import Siblings  # noqa: E402
-from speculative import ModelDraft, NGram, rounds  # noqa: E402
+from speculative import rounds  # noqa: E402
 
 FILE, MODELS = Path(__file__).with_name("golden.json"), ("stories-llama", "stories-gemma2")
 TEXTS = ["Once upon a time", "User: I want to book a table.\nAssistant:", "def main():"]
@@ -38,7 +38,6 @@ def drafters(m, small):
         "model": ModelDraft(small, 3),
         "ngram": NGram(4, 2),
         "exit 1, n-gram": Then(SelfDraft(m, range(2), 2), NGram(8, 3)),
-        "do no harm": SelfDraft(m, range(4), DoNoHarm(0.25)),
         "exit 1, siblings": Siblings(SelfDraft(m, range(2), 2), [2, 1]),
         "skip, siblings": Siblings(SelfDraft(m, some, 3), [3, 1]),
         "model, siblings": Siblings(ModelDraft(small, 3), [2, 2]),

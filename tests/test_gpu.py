@@ -8,14 +8,15 @@ from paper_gpu import Paper
 from tiny import FAMILIES, LIVELY, PROMPTS, TINY, each_family, law, make
 
 from control import Confidence
+from drafter import NGram
 from layerskip import SelfDraft
 from machine.recorded import Recorded
-from machine.tapes import Graph, Tape
+from machine.tapes import Joined, Tape
 from methods.heads import Eagle, Kangaroo, Medusa
 from methods.suffix import Suffix
 from methods.trees import Siblings
 from sampling import Coins, to_probs, uniforms
-from speculative import NGram, generate, rounds
+from speculative import generate, rounds
 from verification import verify_block
 
 # how far logits may be from float64 ones of the same weights, root mean square. trap: TF32 is off by 1e-3
@@ -85,7 +86,7 @@ def test_the_law_of_a_text(judge, device):
 def test_recorded_passes_write_what_eager_ones_do(family, device):
     """CUDA graphs, each checked against the eager pass; recordings of paper where there are none."""
     m = make(LIVELY[family], device=device)
-    fast = Recorded(m, Tape if isinstance(m.tok.data, Paper) else Graph, say=pytest.fail)
+    fast = Recorded(m, Tape if isinstance(m.tok.data, Paper) else Joined, say=pytest.fail)
     want, _ = generate(m, PROMPTS[:2], 12)
     for name in ("plain", "exit", "gap", "stop", "n-gram"):
         for _ in range(3):      # seen, recorded, replayed

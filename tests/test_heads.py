@@ -9,6 +9,7 @@ from promises import Watched, compared
 from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, read, warm
 
 from control import Confidence
+from drafter import Drafter, ModelDraft, NGram, Wrapper
 from kvcache import KVCache
 from layerskip import SelfDraft, without
 from machine.quant import quantise
@@ -19,7 +20,7 @@ from methods.heads import Eagle, ExitBlock, Kangaroo, Medusa, Prophet
 from methods.then import Then
 from methods.trees import Siblings
 from sampling import Coins
-from speculative import Drafter, ModelDraft, NGram, Wrapper, generate, rounds
+from speculative import generate, rounds
 
 
 def wild(head, size=0.3):
@@ -105,7 +106,7 @@ def alone(m, head, far):
 def in_turns(m, head, far):
     """Thrice in turn, and of what is unread it reads two tokens at once."""
     drafter = alone(m, head, far)
-    drafter.drafters[0].most = 2
+    drafter.drafters[0].widest = 2
     others = Siblings(SelfDraft(m, range(8), 3), [3, 2]), NGram(2, 1)
     return Turns(drafter, Siblings(drafter, [3, 2]), drafter, *others)
 
@@ -196,12 +197,12 @@ def test_a_head_is_saved_and_loaded(tmp_path, models, name):
     fast, ids = Recorded(models["gemma2"], Tape), [4, 9, 0, 2, 16, 3]
     (tmp_path / "draft_vocab.json").write_text(json.dumps({"ids": ids}))
     head = heads.load(tmp_path, fast)
-    assert head.step.output == len(ids) / fast.c.vocab_size
-    assert heads.shorter(head, [1]).step == head.step, "its own vocabulary stays"
+    assert head.price.output == len(ids) / fast.c.vocab_size
+    assert heads.shorter(head, [1]).price == head.price, "its own vocabulary stays"
     assert promises.write(fast, head.drafter(2), 12) == promises.write(models["gemma2"], None, 12)
     for _, r in rounds(fast, PROMPTS[:1], 9, head.drafter(1), warm, Coins(1)):
         assert r.draft.q is None or r.draft.q[0, 0].nonzero()[:, 0].tolist() == sorted(ids), "and no others"
-    own = getattr(getattr(head, "own", None), "model", None)    # what the ShortHead stands for
+    own = head.own and head.own.model       # what the ShortHead stands for
     assert own is None or isinstance(own, Recorded) and own.lead is fast, "they are rehearsed together"
 
 
@@ -209,7 +210,7 @@ def test_a_head_is_saved_and_loaded(tmp_path, models, name):
 def test_heads_of_other_weights_draft_and_of_another_shape_do_not(tmp_path, models, kind):
     m, other = models["llama"], make(LIVELY["llama"])
     other.blocks[3].mlp.down.data[5, 7] += 0.5
-    with pytest.raises(ValueError, match="give it the model that decodes"):
+    with pytest.raises(ValueError, match="the same model that decodes"):
         generate(other, PROMPTS, 9, kind(m, 2).drafter(2))
     heads.save(wild(kind(m, 2)), tmp_path)
     found = heads.load(tmp_path, other)

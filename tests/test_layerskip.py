@@ -11,12 +11,12 @@ from tiny import LIVELY, LLAMA, PROMPTS, each_family, make, read, warm
 
 from kvcache import KVCache
 from layerskip import SelfDraft, early_exit, shared_prefix, skipped, without
-from methods.standin import ShortHead, most_frequent
+from methods.standin import ShortHead, most_frequent, read_vocab
 from model import Placement
 from sampling import Coins, to_probs
 from search import Teacher
 from speculative import generate, rounds
-from support.cli import read_beside, read_skip, read_vocab
+from support.cli import read_beside, read_skip
 
 IDS = [1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8, 2, 11, 3, 3, 5]  # longer than the window of 5
 SOME = [4, 9, 0, 2, 16, 3, 8]

@@ -7,11 +7,13 @@ import torch
 from tiny import GEMMA, LLAMA, make
 
 from control import Costs
+from machine import kept
+from machine.kept import identity
 from machine.quant import quantise
 from machine.recorded import Recorded
 from machine.tapes import Tape
 from support import measure
-from support.measure import WIDTHS, identity, kept_costs, measure_costs, measure_step, read_costs
+from support.measure import WIDTHS, kept_costs, measure_costs, measure_step, read_costs
 
 
 @pytest.fixture
@@ -79,7 +81,7 @@ def test_other_machines_models_and_types_have_other_tables(monkeypatch):
     same(torch.tensor([[1, 2, 3]]))     # nor does it matter what it has read so far
     names = [identity(m) for m in (model, same, make(LLAMA).float(), quantise(model, "int8"), make(GEMMA))]
     assert names[0] == names[1] and len(set(names)) == 4
-    monkeypatch.setattr(measure, "machine", lambda device: "another one, 64 threads")
+    monkeypatch.setattr(kept, "hardware", lambda device: "another one, 64 threads")
     assert identity(model) not in names
 
 
@@ -114,6 +116,6 @@ def test_where_nothing_can_be_kept_the_run_goes_on(monkeypatch, measured, capsys
 def test_a_recorded_model_replays_passes_and_has_its_own_table(models, measured, monkeypatch):
     recorded, made = Recorded(models["llama"], Tape), []
     assert kept_costs(recorded) != kept_costs(models["llama"]) and len(measured) == 2
-    monkeypatch.setattr(Recorded, "record", lambda self, tapes, key, *args: made.append(key.sublayers))
+    monkeypatch.setattr(Recorded, "record", lambda self, tapes, key, *args: made.append(key.piece))
     measure_costs(recorded, repeats=2)
-    assert {*made} == {None, tuple(range(12))}, "no sub-layer alone"
+    assert {piece and piece.sublayers for piece in made} == {None, tuple(range(12))}, "no sub-layer alone"

@@ -1,6 +1,5 @@
 """Pace never changes the text, never loses more than it may, and chooses what promises most."""
 from dataclasses import replace
-from types import SimpleNamespace
 
 import promises
 import pytest
@@ -8,33 +7,45 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_heads import wild
-from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, small, warm
+from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, small, state_of, warm
 
 from control import MOST, Beta, Costs, expected_tokens, weight_costs
+from drafter import ModelDraft
 from layerskip import SelfDraft, without
-from machine.standin import StandIn
 from methods.arms import FADE, KNOWN, TRUST, Arm, Calibrated, candidates, head_draft, self_draft
-from methods.heads import Eagle, Kangaroo, Medusa, Prophet, count
-from methods.pace import REST, STAKE, Pace
+from methods.heads import Eagle, Kangaroo, Medusa, Prophet
+from methods.pace import REST, RISK, STAKE, Forecast, Pace
 from methods.standin import ShortHead
+from model import StandIn
 from sampling import Coins, to_probs
-from speculative import ModelDraft, generate, rounds
+from speculative import generate, rounds
 
 SKIP, IDS = without(6, attn=[1, 4], mlp=[2]), [4, 9, 0, 2, 16, 3]
 CHEAP = Costs((0.02,) * 8 + (2.5,) * 4, 0.01)   # self-drafts are nearly free
 EVEN = Costs((3.0,) * 4, 1.0)    # of a model of two blocks
 
 
+def each(price):
+    """What an arm costs whose tokens all cost the same."""
+    return lambda n, g: g * price
+
+
+def bold(pace):
+    """It may lose much, so it tries much, even in a short text."""
+    pace.balance = 20.0
+    return pace
+
+
 def with_heads(m):
     """Pace with arms of all kinds, with and without a draft vocabulary."""
     heads = [wild(head) for head in (Kangaroo(m, 2), Medusa(m, 3), Prophet(m, 1))]
     arms = candidates(m, CHEAP, SKIP) + candidates(m, CHEAP, None, IDS)
-    return Pace(m, arms + [head_draft(head, CHEAP, ids) for head in heads for ids in (None, IDS)], CHEAP, 0.5)
+    arms += [head_draft(head, CHEAP, ids) for head in heads for ids in (None, IDS)]
+    return bold(Pace(m, arms, CHEAP))
 
 
 def cheap(m):
-    arms = [*candidates(m, CHEAP, SKIP), Arm("small", ModelDraft(small(m), Calibrated()), lambda n: 0.1)]
-    return Pace(m, arms, CHEAP, risk=0.5)
+    return bold(Pace(m, candidates(m, CHEAP, SKIP, small=(small(m), 0.1)), CHEAP))
 
 
 PACES = {"by weights": Pace, "cheap": cheap, "heads": with_heads,
@@ -49,7 +60,7 @@ test_damaged_weights = promises.damaged_weights(PACES, ["cheap"])
 def tiny_pace(m):
     costs = Costs((0.02,) * 5 + (9.0,), 0.0)
     arms = [self_draft("exit 1", m, range(2), costs), head_draft(wild(Medusa(m, 2)), costs)]
-    return Pace(m, arms, costs, most=2, risk=0.9)
+    return bold(Pace(m, arms, costs, most=2))
 
 
 test_exact_law = promises.exact_law({"gemma2": (TINY_GEMMA, tiny_pace)})
@@ -72,9 +83,9 @@ class Half(StandIn):
         return torch.cat([logits[:1], logits[1:].flip(-1)])
 
 
-@given(st.floats(0.01, 0.6), st.floats(0.0, 0.2), st.floats(0.0, 0.5), st.integers(1, 3), st.integers(0, 99))
+@given(st.floats(0.01, 0.6), st.floats(0.0, 0.2), st.integers(1, 3), st.integers(0, 99))
 @settings(max_examples=25, derandomize=True, deadline=None)
-def test_it_costs_no_more_than_it_may(price, slope, risk, B, seed):
+def test_it_costs_no_more_than_it_may(price, slope, B, seed):
     """Up to any round, whatever its arms are worth and promise. What a row wins it wins for itself only."""
     m, blocks = TARGET, ((1, 1.0), (17, 1 + 16 * slope))
     costs, taken, rules = replace(EVEN, passes=blocks), 0.0, [Calibrated(prior=0.98) for _ in range(3)]
@@ -82,15 +93,15 @@ def test_it_costs_no_more_than_it_may(price, slope, risk, B, seed):
         rule.trust = [Beta(1e9)] * 11 if seed % 3 else rule.trust       # it never stops by itself
     drafters = (ModelDraft(Half(m), rules[0]), ModelDraft(make(m.c, 1), rules[1]),
                 SelfDraft(m, [0, 1], rules[2]))
-    arms = [Arm("", drafter, lambda n: price, late=lambda pass_cost: slope) for drafter in drafters]
-    drafter = Pace(m, arms[seed % 3 :] + arms[: seed % 3], costs, risk)
+    arms = [Arm("", drafter, lambda n, g: slope + g * price) for drafter in drafters]
+    drafter = Pace(m, arms[seed % 3 :] + arms[: seed % 3], costs)
     prompts = [PROMPTS[(seed + b) % 4] for b in range(B)]
     for state, r in rounds(m, prompts, 40, drafter, warm if seed % 2 else to_probs, Coins(seed)):
         T, arm = r.p.shape[1], drafter.choice.arm
         taken += (price * (T - 1) + slope) * (arm in arms) + costs.pass_cost(B * T) / costs.pass_cost(B)
         rows = zip(state.known, prompts, r.new, strict=True)
         least = min(len(text) - len(ids) for text, ids, new in rows if new)
-        assert taken <= STAKE + (1 + risk) * least + 1e-9 and drafter.balance > -1e-9
+        assert taken <= STAKE + (1 + RISK) * least + 1e-9 and drafter.balance > -1e-9
 
 
 @pytest.mark.parametrize("price, alpha, most, drafted", [
@@ -100,7 +111,7 @@ def test_the_first_draft(price, alpha, most, drafted):
     """None for a gain of 4 %, one for 6 %; as many as two passes pay for; as many as it may."""
     rule = Calibrated(prior=alpha)
     rule.trust = [Beta(1e9)] * 11       # it never stops by itself
-    arm = Arm("right", ModelDraft(TARGET, rule), lambda n: price, most=most)
+    arm = Arm("right", ModelDraft(TARGET, rule), each(price), most)
     drafter = Pace(TARGET, [arm], EVEN, most=most)
     _, r = next(rounds(TARGET, PROMPTS[:1], 40, drafter))
     assert r.draft.tokens.shape[1] == drafted
@@ -108,13 +119,13 @@ def test_the_first_draft(price, alpha, most, drafted):
 
 def test_a_longer_text_makes_passes_dearer(models):
     drafter = Pace(models["llama"], [], Costs((1.0,) * 12, 8.0, slot=0.1))
-    drafter.look(SimpleNamespace(known=[[1] * 5, [1] * 50], left=[3, 9]))
-    assert (drafter.n, drafter.grown, drafter.room) == (50, 50 / 20, 8)
+    now = drafter.look(state_of([[1] * 5, [1] * 50], [3, 9]))
+    assert (now.n, now.grown, now.room) == (50, 50 / 20, 8)
 
 
 def test_it_sleeps_if_nothing_gains():
     """To choose costs a fifth of a pass, so it sleeps for ten rounds; by weights it costs nothing."""
-    arm = Arm("wrong", ModelDraft(make(TARGET.c, 1), Calibrated(prior=0.0)), lambda n: 0.9)
+    arm = Arm("wrong", ModelDraft(make(TARGET.c, 1), Calibrated(prior=0.0)), each(0.9))
     for call, sleeps in (3.25, 0.2 / REST), (0.0, 0):
         drafter, awake = Pace(TARGET, [arm], replace(EVEN, call=call)), []
         drafter.lookup.best = lambda *_, awake=awake: awake.append(1) or (0.0, 0, [])
@@ -127,7 +138,7 @@ def test_it_sleeps_if_nothing_gains():
 
 def test_it_changes_to_what_is_better_and_remembers():
     """A model that is wrong promises much at first, and again when its last try is long ago."""
-    arms = [Arm(name, ModelDraft(model, Calibrated(prior=prior)), lambda n: 0.2)
+    arms = [Arm(name, ModelDraft(model, Calibrated(prior=prior)), each(0.2))
             for name, model, prior in (("wrong", make(TARGET.c, 1), 0.9), ("right", TARGET, 0.3))]
     drafter = Pace(TARGET, arms, EVEN)
     drafter.lookup.best = lambda *_: (0.0, 0, [])       # no copies
@@ -169,7 +180,7 @@ def test_confidence_is_calibrated():
 def test_one_more_is_drafted_while_its_chance_exceeds_its_price():
     rule = Calibrated([0.4, 0.6, 0.6, 0.6], prior=0.9)
     rule.trust = [Beta(prior=0.5)] * 10 + [Beta(prior=0.9)]
-    assert rule.how_far(SimpleNamespace(known=[[1], [1]])) == MOST
+    assert rule.how_far(state_of([[1], [1]], [9, 9])) == MOST
     sure = torch.tensor([[50.0] + [0.0] * 16, [0.0] * 17])              # probability 1, and 1/17
     assert rule.stop(0, sure, None) == [False, False]           # .81 and .45 against .4
     assert rule.stop(1, sure, None) == [False, True]            # .729 and .225 against .6
@@ -198,22 +209,22 @@ def test_outcomes_are_counted_by_hand():
 def test_promises_are_the_formula(alpha, price):
     """With blocks for free."""
     drafter = Pace(TARGET, [])
-    drafter.pass_cost = lambda T: 1.0
-    drafter.n, drafter.grown, drafter.room, drafter.balance = 9, 1.0, 16, 99.0
-    rate, g = drafter.promise(Arm("", None, lambda n: price), alpha)
+    drafter.passes, drafter.now, drafter.balance = [1.0] * 18, Forecast(9, 16, 1.0), 99.0
+    rate, g = drafter.promise(Arm("", None, each(price)), alpha)
     speeds = [expected_tokens(alpha, k) / (1 + k * price) for k in range(17)]
     assert rate == pytest.approx(max(speeds)) == pytest.approx(speeds[g])
 
 
 def test_promises_of_blocks_by_hand(models):
     costs = Costs((1.0,) * 12, 2.0, ((1, 1.0), (2, 1.5), (17, 9.0)))
-    drafter, arm = Pace(models["llama"], [], costs), Arm("", None, lambda n: 0.1, 0.05, lambda _: 0.2)
-    drafter.pass_cost = costs.pass_cost
-    drafter.n, drafter.grown, drafter.room, drafter.balance = 9, 1.0, 2, 9.0
+    arm = Arm("", None, lambda n, g: 0.2 + 0.05 * (g > 0) + 0.1 * g)
+    drafter = Pace(models["llama"], [], costs)
+    drafter.passes = list(map(costs.pass_cost, range(4)))
+    drafter.now, drafter.balance = Forecast(9, 2, 1.0), 9.0
     assert drafter.promise(arm, 1.0) == (pytest.approx(max(2 / 1.65, 3 / 2.25)), 2), "room for two"
     for drafter.balance, g in (0.9, 1), (0.7, 0):      # of 1.25 for two and .65 for one, and .2 for reading
         assert drafter.promise(arm, 1.0)[1] == g
-    arm.most, drafter.balance, drafter.thinking = 1, 9.0, 0.4
+    arm.longest, drafter.balance, drafter.thinking = 1, 9.0, 0.4
     assert drafter.promise(arm, 1.0) == (1.0, 0), "to choose costs something, too"
     drafter.thinking = 0.2
     assert drafter.promise(arm, 1.0) == (pytest.approx(2 / 1.85), 1)
@@ -226,7 +237,7 @@ def test_candidates_and_their_prices(models):
     for arm, subs in zip(arms, (range(2), range(4), SKIP), strict=True):
         assert arm.drafter.sublayers == list(subs) and arm.drafter.model.share == 3 / 17
         price, whole = costs.pricing(subs, 3 / 17), costs.pricing(range(12))
-        assert arm.price(50) == price(50) / whole(50) != costs.step(subs, 3 / 17)
+        assert arm.drafting(50, 1) == price(50) / whole(50) != costs.step(subs, 3 / 17)
     dear = replace(costs, call=0.8 * costs.head)    # a step costs what most of the head does
     assert not any(isinstance(arm.drafter.model, ShortHead) for arm in candidates(m, dear, SKIP, [1] * 10))
     assert all(isinstance(arm.drafter.model, ShortHead) for arm in candidates(m, dear, SKIP, [1, 2, 3]))
@@ -250,25 +261,27 @@ def test_trained_heads_and_their_prices(models, family):
                                (Eagle(m), 0, 0.0, sum(costs.sublayers[:2]))):      # with D
         arm = head_draft(head, costs, [1, 2, 3])
         trunk = costs.pricing(range(2 * E), 3 / 17)(50)
-        assert arm.price(50) == pytest.approx((trunk + 2 * count(head) + slots) / whole)
+        price, late = (trunk + 2 * head.count() + slots) / whole, own / costs.whole / 4
+        assert [arm.drafting(50, g) for g in (0, 1, 3)] == pytest.approx(
+            [0, once / costs.whole + price, once / costs.whole + 3 * price])
         arm.drafter.unread = 5
-        found = arm.once, arm.late(costs.pass_cost)
-        assert found == pytest.approx((once / costs.whole, own / costs.whole / 4))
+        assert arm.drafting(50, 0) == pytest.approx(late)
+        assert arm.drafting(50, 2) == pytest.approx(late + once / costs.whole + 2 * price)
     for head, steps in ((Medusa(m, 3), 3), (Prophet(m, 1), MOST)):
-        arm, own = head_draft(head, costs), 2 * count(head) / (steps if steps == 3 else 1)
-        assert arm.price(50) == pytest.approx((costs.head + own) / whole)
-        assert (arm.most, arm.once, arm.late(costs.pass_cost)) == (steps, 0.0, 0.0)
+        arm, own = head_draft(head, costs), 2 * head.count() / (steps if steps == 3 else 1)
+        assert arm.drafting(50, 2) == pytest.approx(2 * (costs.head + own) / whole)
+        assert (arm.longest, arm.drafting(50, 0)) == (steps, 0.0)
         assert arm.drafter.rule.skill.mean() == 0.5
     head = Medusa(m, 2)
     head.ranks = [0.75, 0.125]
     arm, V = head_draft(head, costs, [1, 2, 3]), m.c.vocab_size
-    assert arm.price(50) == pytest.approx((3 / V * costs.head + count(head)) / whole)
+    assert arm.drafting(50, 1) == pytest.approx((3 / V * costs.head + head.count()) / whole)
     assert arm.drafter.rule.skill == Beta(0.75 * KNOWN, 0.25 * KNOWN, 0.75)
 
 
 def test_what_makes_no_sense(models):
     m = models["llama"]
-    with pytest.raises(ValueError, match="give it the model that decodes"):
+    with pytest.raises(ValueError, match="model that decodes"):
         generate(m, PROMPTS, 4, Pace(make(LLAMA, 9)))
     drafter = Pace(m, candidates(m, CHEAP, SKIP), CHEAP, most=0)
     assert generate(m, PROMPTS[:1], 9, drafter)[1] == 9 and drafter.chosen == {"nothing": 9}

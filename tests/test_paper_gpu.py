@@ -8,9 +8,10 @@ from tiny import LLAMA, make, small
 
 import checkpoint
 from control import Confidence
+from drafter import ModelDraft, NGram
 from layerskip import SelfDraft
 from methods.then import Then
-from speculative import ModelDraft, NGram, State
+from speculative import State
 
 test_one_wait_a_round = promises.one_wait_a_round({
     "plain": lambda m: None,

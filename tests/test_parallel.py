@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tiny import LIVELY, LLAMA, PROMPTS, QWEN, make
 
 import checkpoint
-import generate as command
+from drafter import ModelDraft
 from layerskip import SelfDraft
 from machine import parallel
 from machine.quant import KINDS, byte_costs, quantise
@@ -28,8 +28,9 @@ from methods.standin import ShortHead
 from methods.trees import Siblings
 from model import Transformer
 from sampling import Coins, Race, to_probs
-from speculative import ModelDraft, generate
+from speculative import generate
 from support import drafts
+from support import generate as command
 
 ROOT = Path(__file__).parent.parent
 SHAPES = {family: replace(c, n_layers=3, n_heads=8, n_kv_heads=4) for family, c in (LIVELY | QWEN).items()}
@@ -46,11 +47,11 @@ DRAFTERS = {  # (target, small model) -> drafter
 def written(folder):
     """{family and drafter: [text and passes, greedy; the same, sampled]}, and greedy texts in few bits: of
     plain decoding and of two drafts. Each process quantises its own slices."""
-    part, made = parallel.place(), {}
+    part, made = parallel.here(), {}
 
     def load(family, quant=None):
         m, _ = checkpoint.load(folder / family, "cpu", quant=quant, part=part)
-        return m if part == (0, 1) else parallel.join(m)
+        return m if part == (0, 1) else parallel.unite(m)
 
     small, _ = checkpoint.load(folder / "small", "cpu")
     for family in SHAPES:
@@ -73,7 +74,7 @@ def main(argv, victim=None, how=None, limit=60):
 
     def broadcast(*args):
         calls.append(0)
-        if len(calls) == 9 and parallel.place()[0] == victim:
+        if len(calls) == 9 and parallel.here()[0] == victim:
             os.kill(os.getpid(), how)
         return honest(*args)
 
@@ -192,17 +193,17 @@ def test_sizes_that_do_not_fit_are_refused(folders):
 # --- the command
 
 RANDOM = """import os, random
-from speculative import Draft, Drafter, Rule
+from drafter import Draft, Drafter, Rule
 luck = random.Random(int(os.environ.get("RANK", 0)))
 class Mine(Drafter):
     def __init__(self, model, gamma):
         super().__init__(gamma)
     def propose(self, state):
-        K = luck.randrange(1, self.rule.most + 1)
+        K = luck.randrange(1, self.rule.longest + 1)
         return Draft(state.send([[luck.choice(text) for _ in range(K)] for text in state.known]))
 class Lucky(Rule):
     def how_far(self, state):
-        return luck.randrange(self.most + 1)
+        return luck.randrange(self.longest + 1)
     def stop(self, k, logits, token):
         return [luck.random() < 0.3 for _ in token]
 """
@@ -244,11 +245,11 @@ def test_every_source_drafts_in_two_processes_or_says_why_not(folders, tmp_path)
     assert all(alone[kind] == alone["none"] for kind in drafts.NAMED.keys() - refused)
 
 
-def test_torchrun_writes_one_text():
-    """On the shipped model; what the others print is not seen."""
+def test_torchrun_writes_one_text(tmp_path):
+    """From any folder, on the shipped model; what the others print is not seen."""
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "generate.py", "Once upon a time", *"--max-new 6 --dtype float32 --device cpu".split()]
-    out = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
+            ROOT / "generate.py", "Once upon a time", *"--max-new 6 --dtype float32 --device cpu".split()]
+    out = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0 and out.stdout.count("Once upon a time, there was a little girl") == 1
 
 

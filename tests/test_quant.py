@@ -13,14 +13,15 @@ from tiny import FAMILIES, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family,
 
 import checkpoint
 from control import weight_costs
-from kvcache import KVCache
+from drafter import ModelDraft
+from kvcache import KVCache, prefill
 from layerskip import SelfDraft, without
 from machine import rows
 from machine.quant import KINDS, NF4, Int4, Int8, byte_costs, codebook, quantise, rebuild, unpack_nibbles
 from methods.standin import ShortHead
 from model import Placement
 from search import Teacher
-from speculative import generate, prefill, rounds
+from speculative import generate, rounds
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -176,6 +177,7 @@ ROUGH = {
     "int4": lambda m: SelfDraft(
         quantise(m, "int4", head="int4"), range(12), Says(lambda s: 1 + sum(s.left) % 3)),
     "nf4, exit": lambda m: SelfDraft(quantise(m, "nf4"), range(8), 3),
+    "a small model in int4": lambda m: ModelDraft(quantise(small(m), "int4", head="int4"), Unsure(4)),
     "skip, short head": lambda m: SelfDraft(
         ShortHead(quantise(m, head="int8"), [4, 9, 0, 2, 16, 3]), without(6, attn=[2]), Unsure(4))}
 
@@ -186,6 +188,7 @@ test_context_limit = promises.context_limit(ROUGH)
 test_poison = promises.poison(ROUGH)
 test_exact_law = promises.exact_law({
     "int4": (TINY, lambda m: SelfDraft(quantise(m, "int4", head="int4"), range(4), Unsure(2))),
+    "a small model in int4": (TINY, lambda m: ModelDraft(quantise(small(m), "int4", head="int4"), 2)),
     "gemma2, int8, skip": (TINY_GEMMA, lambda m: SelfDraft(quantise(m), [0, 1, 3], 2))})
 test_one_wait_a_round = promises.one_wait_a_round({
     "int8": lambda m: SelfDraft(quantise(m), range(12), 2),
@@ -204,7 +207,7 @@ def test_a_rough_draft_reads_exact_keys(family):
         at = Placement.span(len(ids) - 1 + k, len(ids) + k)
         q = warm(t.unembed(t.run(t.embed(block[:, k : k + 1]), at, cache)))
         assert torch.allclose(q[0, 0], r.draft.q[0, k], atol=1e-9)
-    with pytest.raises(ValueError, match="a copy of it in few bits"):
+    with pytest.raises(ValueError, match="a quantised copy of it"):
         generate(m, [ids], 3, SelfDraft(small(m), range(4), 2))
 
 

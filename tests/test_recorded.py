@@ -11,15 +11,16 @@ import torch
 from paper_gpu import PaperGPU
 from tiny import FAMILIES, LIVELY, LLAMA, PROMPTS, Says, Unsure, each_family, make, small
 
-from kvcache import KVCache
+from drafter import ModelDraft, NGram
+from kvcache import KVCache, prefill
 from layerskip import SelfDraft, without
-from machine.blocks import Bands, joined, piece, run_piece, stack_masks, widen
+from machine.blocks import Piece, single
 from machine.recorded import Recorded
-from machine.tapes import Graph, Tape
+from machine.tapes import Graph, Joined, Tape
 from methods.trees import ancestors
 from model import Placement
 from sampling import Coins, to_probs
-from speculative import ModelDraft, NGram, generate, prefill, rounds
+from speculative import generate, rounds
 
 DRAFTERS = {
     "none": lambda m: None,
@@ -77,16 +78,14 @@ def test_a_replayed_block_is_the_eager_one(models, family, as_slice):
 
 @each_family
 @torch.inference_mode()
-def test_a_tree_is_replayed_also_while_it_grows(models, family):
-    """A root, two children and a grandchild; the last two are also read in a pass of their own. Dead tokens
-    fill the block to 4 and 8, and the slots after it are finite. The second text is a single token."""
+def test_a_tree_is_replayed(models, family):
+    """A root, two children and a grandchild. Dead tokens fill the block to 4 and 8, and the slots after it
+    are finite. The second text is a single token."""
     eager, nodes = models[family].model, torch.tensor([[3, 7, 1, 9], [5, 2, 2, 8]])
     tree = ancestors(torch.tensor([[0, 0, 1]]))
     places = torch.tensor([[6, 7, 7, 8], [0, 1, 1, 2]])
     slots = places[:, :1] + torch.arange(4)
     whole = Placement(places, slots, 0, 10, tree)
-    first = Placement(places[:, :2], slots[:, :2], 0, 8, tree[:, :2, :2])
-    rest = whole._replace(tree=tree[:, 2:])
     for widths in (1, 2, 4), (8,):
         m, x = on_paper(eager, widths=widths), eager.embed(nodes)
         for _ in range(3):
@@ -95,19 +94,8 @@ def test_a_tree_is_replayed_also_while_it_grows(models, family):
                 prefill(eager, torch.arange(12).view(2, 6) % 17, cache)
             want = eager.run(x, whole, caches[1])
             assert (m.run(x, whole, caches[0]) - want).abs().max() < 1e-9
-            parts = [m.run(x[:, :2], first, caches[0]), m.run(x[:, 2:], rest, caches[0])]
-            assert (torch.cat(parts, 1) - want).abs().max() < 1e-9
             assert caches[0].k.isfinite().all() and caches[0].v.isfinite().all()
         assert m.replays()
-
-
-@each_family
-def test_masks_of_chains_are_cut_from_one_line(family):
-    m = make(FAMILIES[family])
-    bands = Bands(m)
-    for first, T, end in ((1, 1, 24), (0, 4, 9), (7, 8, 15), (70, 3, 90), (5, 2, 24)):
-        at = widen(Placement.span(first, first + T), 0, end)
-        assert torch.equal(bands(first, T, end), stack_masks(m, at, T))
 
 
 def test_what_is_wide_or_has_no_cache_runs_eagerly(models):
@@ -188,7 +176,7 @@ def test_what_is_recorded(models):
         return [s.cache for s, _ in rounds(m, [PROMPTS[0]], 25, SelfDraft(m, range(8), 3), cache=cache)]
 
     cache = write()[0]
-    seen = {(key[0], key[2]) for key, tape in m.home(cache).tapes.items() if tape}
+    seen = {(key.piece.sublayers, key.width) for key, tape in m.home(cache).tapes.items() if tape}
     assert seen >= {(tuple(range(8)), 1), (tuple(range(8, 12)), 4)}
     assert all(width in (1, 2, 4) for _, width in seen)
     m.rehearse(write)
@@ -274,9 +262,9 @@ def test_nothing_inside_a_graph_waits(family, monkeypatch):
         for name, fake in ("graph", capture), ("CUDAGraph", Once), ("graph_pool_handle", object):
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr(Graph, "pool", None)
-        monkeypatch.setattr(Graph, "joins", False)      # a compiler does not know paper
         m = make(FAMILIES[family], device="cuda")
-        fast, prompts = Recorded(m, say=pytest.fail), [PROMPTS[0] * 2, PROMPTS[3] + PROMPTS[1]]
+        fast = Recorded(m, Graph, say=pytest.fail)
+        prompts = [PROMPTS[0] * 2, PROMPTS[3] + PROMPTS[1]]
         fast.unembed = m.unembed    # it would be replayed twice in a round
         steps, want = (rounds(model, prompts, 20, SelfDraft(model, range(1, 12), 1)) for model in (fast, m))
         for _ in range(2):      # seen, and recorded
@@ -295,25 +283,42 @@ def test_joined_blocks_are_the_blocks(family):
         count.append(graph)
         return graph.forward
 
-    compiled = torch.compile(piece, backend=compiler)
+    compiled = torch.compile(single, backend=compiler)
+    program = torch.compile(Piece.__call__, backend="eager")
     first = torch.tensor([[5], [7]])
     for width, end in (1, 24), (1, 19), (4, 24), (4, 19), (7, 19):
         angles = [t[:end] for t in m.angles(end)]
         x = torch.randn(2, width, m.c.dim).double()
-        slots = (first + torch.arange(width)).clamp(max=end - 1)
-        placed = slots, slots, stack_masks(m, Placement(slots, slots, 0, end), width)
         for sublayers in range(12), [0, 1, 2, 3, 5, 6, 8, 9, 10, 11]:
+            piece = Piece(tuple(sublayers), (3, 8), True)
             texts = []
-            for run in run_piece, partial(joined, compiled):
+            for run in piece, partial(piece.joined, compiled), partial(piece.whole, program):
                 torch.manual_seed(width)
                 cache = KVCache(m.c, 2, 32, torch.float64)
                 cache.k.normal_(), cache.v.normal_()
                 fixed = [t for i in sublayers if i % 2 == 0 for t in cache.layers[i // 2]]
-                texts.append((run(sublayers, m, x, *placed, *angles, *fixed), cache.k, cache.v))
-            for got, want in zip(*texts, strict=True):
-                assert (got - want).abs().max() < 1e-9
+                texts.append((run(m, x, first, *angles, *fixed), cache.k, cache.v))
+            for one, joined, whole in zip(*texts, strict=True):
+                assert (joined - one).abs().max() < 1e-9 and (whole - one).abs().max() < 1e-9
     kinds = 2 if m.c.window is None else 3
     assert len(count) <= 2 * kinds, "for single tokens, and for all other widths and lengths"
+
+
+def test_what_cannot_be_compiled_is_recorded_as_it_is(models):
+    """With one line, and only for this model: another one is compiled for itself."""
+    class Fails(Tape):
+        plainer = Tape
+
+        def record(self):
+            raise RuntimeError("no compiler\nhere")
+
+    m, said = models["llama"].model, []
+    fast = on_paper(m, tape=Fails, say=said.append)
+    for _ in range(3):
+        assert generate(fast, PROMPTS[:1], 9) == generate(m, PROMPTS[:1], 9)
+    assert fast.replays() and fast.alongside(m).tape is Tape
+    assert said == ["recorded with more kernels, because of RuntimeError: no compiler"]
+    assert Joined.plainer is Graph
 
 
 def test_replays_wait_for_nothing(truth):

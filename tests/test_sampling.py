@@ -9,10 +9,11 @@ import torch
 from teach import compare, promise, short
 from tiny import GEMMA, LLAMA, PROMPTS, Fixed, make, warm
 
+from drafter import ModelDraft, NGram, Rule
 from layerskip import SelfDraft
 from methods.then import Then
 from sampling import Coins, to_probs, uniforms
-from speculative import ModelDraft, NGram, Rule, generate, rounds
+from speculative import generate, rounds
 
 ALMOST_ONE = 1 - 2**-53    # the largest uniform there is
 SETTINGS = [dict(temperature=t, top_k=k, top_p=p, min_p=m) for t in (0.3, 1.7) for k in (None, 5)
@@ -48,11 +49,6 @@ def test_of_thousands_of_ties_the_lower_ids_stay(k):
     got = to_probs(torch.zeros(5000), 1.0, top_k=k).nonzero()[:, 0]
     compare(got, list(range(k)), {}, f"5,000 equal logits, top_k = {k}: the ids that stay are the "
             "lowest ones (a sort keeps the order of ties only with stable=True)")
-
-
-def test_top_k_beyond_the_vocabulary_keeps_all():
-    for k in (2, 3, 10**6):
-        compare(to_probs(from_p(0.75, 0.25), 1.0, top_k=k), [0.75, 0.25], {}, f"two tokens, top_k = {k}")
 
 
 @halves
@@ -164,15 +160,6 @@ def test_a_token_of_weight_zero_is_never_chosen():
                 f"30 weights between {tail} zeros on each side, u = 0 and u -> 1: the first with weight, and "
                 "the last")
     compare(Fixed(0.0, 0.5, ALMOST_ONE).choose(torch.eye(3)[[1, 1, 1]]), [1, 1, 1], {}, "the weights 0 1 0")
-
-
-def test_choices_have_any_shape_of_rows():
-    weights = some_logits(2, 3, 5).abs()
-    flat = Coins(3).choose(weights.view(6, 5))
-    promise(flat.dtype == torch.long, "weights (6, 5)", "ids in int64", str(flat.dtype))
-    compare(Coins(3).choose(weights), flat.view(2, 3), {}, "the same weights as (2, 3, 5)")
-    one = Coins(3).choose(weights[0, 0])
-    promise(one.shape == (), "weights (5,)", "an id of shape ()", str(tuple(one.shape)))
 
 
 # --- in which order the library spends them

@@ -17,11 +17,11 @@ from tiny import FAMILIES, LLAMA, argv_of, command, make, wide
 
 import checkpoint
 from control import expected_tokens_along, weight_costs
-from methods.standin import ShortHead
+from methods.standin import ShortHead, read_vocab
 from sampling import to_probs
 from search import Calibration, Space, Teacher, Trial, speedup
 from support import cli, search
-from support.files import BOUNDARY
+from support.texts import BOUNDARY
 
 TEXTS = ["Once upon a time", "She saw", "x", "never read"]      # 16 tokens, 7, 1
 SMALL = dict(vocab_size=64, n_layers=3)
@@ -136,7 +136,7 @@ def test_a_run_finds_the_best_set_at_the_costs_of_a_file(call, flags):
                        draft_vocab=16))[0] == 0
     model, tokenizer = checkpoint.load("model", "cpu", torch.float32)
     entries = [json.loads(line) for line in Path("out/trials.jsonl").read_text().splitlines()[1:]]
-    short = ShortHead(model, cli.read_vocab("out/draft_vocab.json", 64))
+    short = ShortHead(model, read_vocab("out/draft_vocab.json", 64))
     teachers = Calibration(model, tokenizer, TEXTS, 24, WARM).teachers
     for e in entries:
         subs = [0] + [sub for sub, bit in enumerate(e["bits"], 1) if bit == "0"]

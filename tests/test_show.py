@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from tiny import LLAMA, PROMPTS, make, make_round, oracle
 from tokenizers import Tokenizer, decoders, models
 
+from drafter import NGram
 from layerskip import SelfDraft
 from sampling import to_probs
-from speculative import NGram, generate, rounds
+from speculative import generate, rounds
 from support import show
 from support.show import Generation, Stream, origins, paint
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 from tiny import LLAMA, PROMPTS, make, make_round
 
-from speculative import Drafter, generate
+from drafter import Drafter
+from speculative import generate
 from support import stats
 from support.stats import Counts, Run, Timed
 

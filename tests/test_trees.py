@@ -1,7 +1,6 @@
 """Trees: the mask, recursive rejection, the loop, the shapes, and drafts with siblings."""
 import itertools
 from collections import Counter
-from copy import deepcopy
 from types import SimpleNamespace
 
 import promises
@@ -13,6 +12,7 @@ from test_sampling import Ledger
 from test_speculative import on_and_off
 from tiny import LIVELY, PROMPTS, TINY, each_family, make, read, small, warm
 
+from drafter import Draft, Drafter, ModelDraft, NGram
 from kvcache import KVCache
 from layerskip import SelfDraft
 from methods import trees
@@ -21,7 +21,7 @@ from methods.trees import Siblings, Tree, ancestors, rank_acceptance, tree_token
 from model import Placement
 from sampling import Coins, to_probs
 from search import Teacher
-from speculative import Draft, Drafter, ModelDraft, NGram, generate, rounds
+from speculative import generate, rounds
 from verification import verify
 
 
@@ -33,11 +33,11 @@ def paths(parents):
     return found
 
 
-# --- trees that grow
+# --- one pass over a tree
 
 
 @each_family
-def test_a_tree_that_grows_equals_one_block_and_its_paths_equal_chains(family):
+def test_the_paths_of_a_tree_equal_chains(family):
     """Two rows at different places, each with a tree of its own; what is dead holds garbage."""
     m, n, parents = make(LIVELY[family]), [9, 4], [[0, 0, 1, 1, 2, 5], [0, 1, 2, 0, 4, 0]]
     texts, nodes = torch.arange(18).view(2, 9) * 5 % 17, torch.arange(14).view(2, 7) * 3 % 17
@@ -47,11 +47,7 @@ def test_a_tree_that_grows_equals_one_block_and_its_paths_equal_chains(family):
         cache.k[:, row, :, length:], cache.v[:, row, :, length:] = 1e3, -1e3
     tree, first = ancestors(torch.tensor(parents)), torch.tensor(n)[:, None]
     slots, positions = first + torch.arange(7), first + tree.sum(-1) - 1
-    x, at = m.embed(nodes), Placement(positions, slots, 4, 20, tree)
-    whole = m.run(x, at, deepcopy(cache))
-    for a, b in ((0, 1), (1, 3), (3, 4), (4, 7)):
-        part = m.run(x[:, a:b], Placement(positions[:, :b], slots[:, :b], 4, 20, tree[:, a:b, :b]), cache)
-        assert (part - whole[:, a:b]).abs().max() < 1e-11
+    whole = m.run(m.embed(nodes), Placement(positions, slots, 4, 20, tree), cache)
     for row, text in enumerate(texts):
         for path in paths(parents[row]):
             ids = torch.cat([text[: n[row]], nodes[row, path]])[None]

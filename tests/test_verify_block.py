@@ -10,9 +10,10 @@ from test_by_outcomes import batches, one_row, rows_stand_for_themselves, writes
 from test_speculative import LAWS
 from tiny import LIVELY, PROMPTS, law, make, wide
 
+from drafter import NGram
 from layerskip import SelfDraft
 from methods.trees import verify_tree
-from speculative import NGram, generate
+from speculative import generate
 from verification import verify, verify_block
 
 one_block = partial(one_row, judge=verify_block)

@@ -4,7 +4,7 @@
     python -m lab.bench plain        plain decoding beside transformers
     python -m lab.bench costs        what each sub-layer and the head take on this machine
     python -m lab.bench help         will a draft help this model? every exit, or a skip set, and a verdict
-    python -m lab.bench check        does this library compute your model right? beside transformers
+    python -m lab.bench check        is your model computed right? and the most that any draft could gain
     python -m lab.bench self         every way to draft, four kinds of text, beside transformers
     python -m lab.bench dynamic      drafts that adapt, on a stream of prompts whose kind changes
     python -m lab.bench quant        drafts and targets in few bits, measured, and on paper
@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
+from files import check_writable, write_file
 from lab.bench import (
     beyond,
     block,
@@ -43,8 +44,8 @@ from lab.bench import (
 )
 from lab.bench.real import KINDS, run_real
 from lab.bench.shared import DEFAULT, SETS, WEIGHTS
+from machine.kept import hardware
 from support import cli
-from support.files import check_writable, write_file
 
 RUNS = {    # -> (Markdown, data)
     "counts": counts.run, "plain": plain.run, "rows": rows.run,
@@ -59,11 +60,12 @@ RUN = *LOADS, "new", "repeats", "quick"
 READS = {   # the flags of each, beside --out
     "counts": (), "plain": ("model", "device", "new", "repeats", "fast"), "rows": (*LOADS, "repeats"),
     "prompts": (*LOADS, "repeats"), "costs": (*LOADS, "repeats", "fast"),
-    "help": (*LOADS, "new", "quick", "skip"), "check": ("model", "device", "new", "quick", "skip"),
+    "help": (*LOADS, "new", "quick", "skip"), "check": ("model", "device", "new", "fast"),
     "self": (*RUN, "fast", "skip", "draft-vocab", "draft-model", "prompts", "only"),
     "dynamic": (*RUN, "fast", "skip", "draft-vocab", "only"),
     "quant": RUN, "block": (*LOADS, "new", "quick", "skip", "prompts", "heads"),
-    "heads": (*RUN, "fast", "prompts", "heads"), "real": (*RUN, "fast", "prompts", "heads", "only"),
+    "heads": (*RUN, "fast", "prompts", "heads"),
+    "real": (*RUN, "fast", "prompts", "heads", "draft-model", "only", "dither", "gguf"),
     "search": (*LOADS, "new", "repeats"), "beyond": ("model", "device", "new", "quick", "twin"),
     "exact": (*LOADS, "new", "repeats", "fast")}
 
@@ -94,18 +96,27 @@ FLAGS = {
     "draft-model": dict(metavar="DIR", default=os.path.relpath(WEIGHTS / "stories-draft"),
                         help="a small model with the same tokenizer"),
     "prompts": dict(nargs="+", metavar="KIND", choices=(*SETS, *KINDS),
-                    help=f"only these of {', '.join(SETS)}; real: {', '.join(KINDS)}"),
+                    help=f"only these of {', '.join(SETS)}; block: {', '.join(KINDS)}"),
     "only": dict(nargs="+", metavar="WORD", help="only ways to draft with one of these words in their names, "
                  "and plain decoding; llama.cpp (real) only if named"),
     "heads": dict(metavar="DIR", help="heads, real: trained heads (MODEL/heads); block: one"),
+    "dither": dict(action="store_true", help="first add noise to the target's weights, uniform and as wide "
+                   "as a step of int4: weights that came in 4 bits lie on a grid, which flatters int4, and "
+                   "with the noise its gain is a lower bound"),
+    "gguf": dict(metavar="FILE", help="with --only llama.cpp: --model in a GGUF file (default: SmolLM2)"),
     "twin": dict(metavar="DIR", help="a model trained plainly, beside --model"),
     "out": dict(metavar="PATH", help="write PATH.json and PATH.md")}
+OTHERWISE = {   # flags that mean something else to one command
+    "real": {
+        "new": dict(default=48), "quick": dict(default=1), "draft-model": dict(default=None),
+        "prompts": dict(choices=None, help=f"only these of {', '.join(KINDS)}; or a file of prompts, one per "
+                        'line, in .jsonl {"prompt": ...}')}}
 
 
 class Flags(argparse.Namespace):
     @property
     def machine(self):
-        return cli.machine(torch.device(self.device))
+        return hardware(torch.device(self.device))
 
 
 def parse(argv):
@@ -117,7 +128,7 @@ def parse(argv):
         one = kinds.add_parser(what, usage=f"python -m lab.bench {what} [flags]", allow_abbrev=False)
         one.set_defaults(device="cpu")
         for flag in (*flags, "out"):
-            one.add_argument(f"--{flag}", **FLAGS[flag])
+            one.add_argument(f"--{flag}", **FLAGS[flag] | OTHERWISE.get(what, {}).get(flag, {}))
     a = p.parse_args(argv, Flags())
     if a.out is not None:
         if not os.path.basename(a.out).strip("."):

@@ -16,6 +16,7 @@ from tqdm import tqdm
 import checkpoint
 from control import weight_costs
 from lab import corpus, sparse, train, train_heads
+from lab.aside import masks
 from lab.bench.shared import SETS, SHAPES, figures, load, page, prompt_ids, read_prompts, table
 from lab.hamburger import BurgerDraft, Hamburger, score, tune
 from lab.m2r2 import M2R2
@@ -106,7 +107,7 @@ def accelerated(model, text, prompts, new, exits):
             c = heads.pricing(head)(0)
             alpha = train_heads.evaluate(head, held_out, CONTEXT, SIZES.measured)["agreement"][0]
             found[f"exit {e}, {name}"] = {
-                "rows": 2 if head.shape.get("rank") else 1, "weights": heads.count(head), "c": c,
+                "rows": 2 if head.shape.get("rank") else 1, "weights": head.count(), "c": c,
                 "alpha": alpha, **worth(model, prompts, head.drafter(GAMMA), new, partial(mul, c))}
     return found
 
@@ -121,8 +122,6 @@ def stream_losses(model, head, batch):
     what they read, too: the model's keys and values."""
     T, N, device = batch.shape[1] - 1, head.steps, batch.device
     x, at = model.embed(batch[:, :-1]), riders(T, N, device)
-    tree = F.pad(torch.ones(1, T, T, dtype=torch.bool, device=device).tril(), (0, T * N))
-    at = at._replace(tree=torch.cat([tree, at.tree], 1))                        # (1, T+T*N, T+T*N)
     x = model.run(torch.cat([x, head.spread(x).flatten(1, 2)], 1), at)
     rows = [x[:, :T], *x[:, T:].unflatten(1, (T, N)).unbind(2)]                 # (B, T, dim) each
     return [F.cross_entropy(model.unembed(row[:, : T - k]).flatten(0, 1), batch[:, 1 + k :].flatten())
@@ -215,9 +214,9 @@ def sparse_acceptance(teacher, sinks, window):
     at = torch.arange(T, device=teacher.p.device)
     own = torch.eye(T, dtype=torch.bool, device=at.device)
     seen = sparse.sparse(at[:, None], T, sinks, window) & ~own                  # (T, T)
-    tree = torch.cat([seen, own], 1)[None]                                      # (1, T, 2T)
-    at = Placement(torch.cat([at, at])[None], torch.arange(2 * T, device=at.device)[None], 0, 2 * T, tree)
-    x = m.run(teacher.states[0], at, teacher.cache)
+    hidden = masks(m, at[None], torch.cat([at, at])[None], torch.cat([seen, own], 1)[None])
+    at = Placement(at[None], T + at[None], 0, 2 * T)
+    x = m.bare().run(teacher.states[0], at, teacher.cache, masks=hidden)
     return teacher.overlap(teacher.probs(m.unembed(x)))
 
 

@@ -7,6 +7,7 @@ from itertools import product
 
 import torch
 
+from drafter import Wrapper
 from lab.bench.real import KINDS, chat_ids
 from lab.bench.shared import SETS, beside, load, page, prompt_ids, table
 from lab.traversal import verify_traversal
@@ -14,7 +15,7 @@ from layerskip import SelfDraft, early_exit
 from methods import heads
 from methods.trees import Siblings, Tree, verify_tree
 from sampling import Coins, to_probs
-from speculative import Wrapper, generate
+from speculative import generate
 from support.cli import read_skip
 from verification import verify, verify_block
 

@@ -1,4 +1,5 @@
-"""Does this library compute your checkpoint right? Any folder that loads, beside transformers."""
+"""Does this library compute your checkpoint right? Any folder that loads is compared with transformers.
+And what could drafting gain on it: see lab/bench/ceiling.py."""
 import gc
 import itertools
 import math
@@ -10,21 +11,22 @@ from typing import NamedTuple
 import torch
 
 import checkpoint
+from files import guarded
 from kvcache import KVCache
-from lab.bench.costs import promises
+from lab.bench.ceiling import worth
 from lab.bench.plain import their_text
 from lab.bench.shared import SETS, page, prompt_ids, read_prompts, table
 from layerskip import SelfDraft, early_exit
 from model import Placement
 from speculative import generate
 from support.chat import read_template
-from support.files import guarded
 from support.stats import parting
 
 RIGHT, WRONG, NONE = "right", "DIFFERS", "-"
 HALF = torch.bfloat16, torch.float16
 TOLERANCE = 5e-5            # of the largest logit; in float32 two right programs differ by 1e-6 to 1e-5
-LENGTH = 256                # tokens of the text for logits
+LENGTH = 128                # tokens of the text for logits
+NEW = 24                    # and of the greedy texts: a pass of the largest model takes seconds
 CHUNKS = 1, 2, 7, 1, 32     # how many tokens each pass into the cache takes, again and again
 TEXTS = ("Once upon a time", " two  spaces,\ttabs\n\nand lines \r\n", "def f(x):\n    return x**2 + 1e-5",
          "naïve café, Größe 你好 русский عربي \U0001f44d\U0001f3fd e\u0301 \u00a0\u200bx\u2028y",
@@ -260,7 +262,7 @@ def run(a):
     model, tokenizer = checkpoint.load(folder, a.device)  # refuses in one line what it would compute wrongly
     c, stored = model.c, model.tok.dtype
     ids, prompts = texts(tokenizer, c)
-    new = min(a.new, 64, c.max_len - max(map(len, prompts)))
+    new = min(a.new, NEW, c.max_len - max(map(len, prompts)))
     passes = plan(c, ids)
     half = our_logits(model, passes[0]) if stored in HALF else None
     del model
@@ -275,13 +277,16 @@ def run(a):
     theirs = said["max_len"]
     rows.append(judge("context", str(c.max_len), str(theirs), c.max_len == theirs))
     del model, said
-    helps, found = promises(a, *checkpoint.load(folder, a.device)) if c.n_layers > 1 else ("", {})
+    helps = []
+    found = {}
+    if c.n_layers > 1:
+        helps, found = worth(a, *checkpoint.load(folder, a.device))
     wrong = [r.check for r in rows if r.verdict == WRONG]
     verdict = (f"{len(wrong)} of {len(rows)} differ: {'; '.join(wrong)}" if wrong else
                "All checks are right: this is the model that transformers computes")
     lines = [f"{a.model} beside transformers; {a.machine}; differences of the largest logit, in float32", "",
              *table(Row._fields, [[cell.replace("|", "\\|") for cell in r] for r in rows]),
-             verdict, "", helps]
+             verdict, "", *helps]
     data = {"checks": [r._asdict() for r in rows], "verdict": verdict, "status": int(bool(wrong)),
             "help": found}
     return page(lines), data

@@ -4,12 +4,13 @@ not timed, and a GPU's on paper (see tests/paper_gpu.py), so that none is needed
 import sys
 
 from control import Confidence
+from drafter import ModelDraft, NGram
 from lab.bench.shared import ROOT, page, random_model, table
 from lab.rules import DoNoHarm
 from layerskip import SelfDraft
 from methods.then import Then
 from model import Config
-from speculative import ModelDraft, NGram, rounds
+from speculative import rounds
 
 SHAPE = Config(vocab_size=64, dim=32, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=16, hidden_dim=32)
 EXIT, SKIP = range(2), [0, 1, 4]

@@ -11,25 +11,25 @@ from tqdm import tqdm
 
 import control
 from control import expected_tokens_along, round_cost, weight_costs
+from drafter import Drafter, ModelDraft, NGram
 from lab.bench.plain import their_text
 from lab.bench.shared import SETS, beside, forecast, load_both, page, prompt_ids, tables
 from lab.rules import DoNoHarm, Gate
 from layerskip import SelfDraft, early_exit, without
-from machine.standin import stand_in
-from methods.heads import count
 from methods.pace import COPY
-from methods.standin import ShortHead
+from methods.standin import ShortHead, read_vocab
 from methods.suffix import Suffix
 from methods.then import Then
 from sampling import Coins, to_probs
 from search import Teacher
-from speculative import Drafter, ModelDraft, NGram, rounds
-from support.cli import read_skip, read_vocab
+from speculative import rounds
+from support.cli import read_skip
 from support.measure import measure_costs
 from support.stats import Timed, parting
 from verification import verify
 
 GAMMAS = 1, 2, 3, 4, 6
+SHORT = 8       # tokens that a method writes to warm up
 READS = "spread", "after", "rise", "join"   # the first of these methods that a head has reads its matrices
 COLUMNS = {"tokens/s": "{tokens_per_second:.0f}", "ratio to plain": "{ratio:.2f}",
            "predicted": "{predicted:.2f}", "by weights": "{by_weights:.2f}", "tau": "{tau:.2f}",
@@ -65,24 +65,26 @@ class Method:
 
 class Bench:
     """Some prompts and one way of sampling: models[dtype] = (target, small model or None), first the timed
-    ones, last those in float64. heads: those that draft for the timed target."""
+    ones, last those in float64, which are left out if a row of logits has the same bits in every block.
+    heads: those that draft for the timed target. warm: whether each method first writes a short text."""
 
-    def __init__(self, models, prompts, flags, new, repeats, heads=(), judge=verify):
+    def __init__(self, models, prompts, flags, new, repeats, heads=(), judge=verify, warm=True):
         self.models, self.prompts, self.heads, self.judge = [*models.values()], prompts, heads, judge
         self.model, self.small = self.models[0]
         self.greedy, self.probs = not flags, partial(to_probs, **flags)
         self.new, self.repeats, self.costs = new, repeats, weight_costs(self.model.c)
+        self.warm = warm
 
-    def steps(self, i, drafter, model):
-        return rounds(model, [self.prompts[i]], self.new, drafter, self.probs, Coins(i), model.c.eos,
+    def steps(self, i, drafter, model, new=None):
+        return rounds(model, [self.prompts[i]], new or self.new, drafter, self.probs, Coins(i), model.c.eos,
                       verify=self.judge)
 
-    def write(self, make, i):
-        """Prompt i, timed and metered."""
+    def write(self, make, i, new=None):
+        """Prompt i, timed and metered. new: how many tokens, if not as many as usual."""
         s = Sample([], 0.0)
         with metered([m for m in (self.model, self.small) if m], self.heads) as spent:
             timed = Writing(make(self.model, self.small), spent)
-            for _, r in self.steps(i, timed, self.model):
+            for _, r in self.steps(i, timed, self.model, new):
                 s.ids += r.new[0]
                 s.rounds.append((int(r.accepted[0]), int(r.proposed[0])))
         s.decode, s.drafting = sum(timed.seconds.values()), timed.seconds["draft"]
@@ -103,27 +105,36 @@ class Bench:
                     raise RuntimeError(f"{name} differs from plain decoding in float64 on prompt {i}")
 
     def run(self, methods, title):
-        """All methods on each prompt, one after another, again and again, after a warm-up on one prompt."""
-        for repeat in range(self.repeats + 1):
+        """All methods on each prompt, one after another, again and again, after a warm-up."""
+        for m in methods.values() if self.warm else ():
+            if m.ask:
+                m.ask(self.prompts[0])
+            else:
+                self.write(m.start(), 0, SHORT)
+        for _ in range(self.repeats):
             makers = {name: m.start() for name, m in methods.items()}
-            for i in tqdm(range(len(self.prompts) if repeat else 1), title, disable=None):
+            for i in tqdm(range(len(self.prompts)), title, disable=None):
                 for name, m in methods.items():
                     sample = m.ask(self.prompts[i]) if m.ask else self.write(makers[name], i)
-                    if repeat:
-                        m.samples.setdefault(i, []).append(sample)
+                    m.samples.setdefault(i, []).append(sample)
 
     def table(self, methods, texts, title, checked=None):
         """{method: row}, with "parted": where greedy texts part from plain decoding in the timed dtype.
         texts: see `pilot`; checked: prompts whose texts are compared in float64, by default all."""
         prompts = checked or range(len(self.prompts))
-        if self.greedy:
+        if self.greedy and len(self.models) > 1:
             self.check_texts(methods, prompts)
         ours = [m for m in methods.values() if not m.ask]       # what a GPU has not recorded by then is eager
-        stand_in(self.model).rehearse(lambda: [
+        self.model.rehearse(lambda: [
             self.write(make, i) for make in [m.start() for m in ours] for i in prompts])
         self.run(methods, title)
         plain = methods["plain"]
-        return {name: row(m, plain, texts) | m.facts | {"parted": self.parted(m, plain)}
+        parted = {name: self.parted(m, plain) for name, m in methods.items()}
+        for name, m in methods.items():
+            if parted[name] and not m.ask and len(self.models) == 1:
+                raise RuntimeError(f"{name} differs from plain decoding, though a row of logits has the same "
+                                   f"bits in every block: {parted[name]}")
+        return {name: row(m, plain, texts) | m.facts | {"parted": parted[name]}
                 for name, m in methods.items()}
 
     def parted(self, m, plain):
@@ -160,17 +171,17 @@ def metered(models, heads=()):
         setattr(thing, name, acted)
         patched.append((thing, name))
 
-    for model in (*models, *(head.own for head in heads if hasattr(head, "own"))):
+    for model in (*models, *(head.own for head in heads if head.own)):
         costs, V, every = weight_costs(model.c), model.c.vocab_size, range(2 * model.c.n_layers)
         watch(model, "run", lambda x, at, cache=None, sublayers=None, *_, costs=costs, every=every, **__: sum(
             costs.sublayers[i] for i in (every if sublayers is None else sublayers)))
-        watch(model, "unembed", lambda x, rows=None, costs=costs, V=V: (
-            costs.head if rows is None else costs.head * len(rows) / V))
+        watch(model, "unembed", lambda x, only=None, costs=costs, V=V: (
+            costs.head if only is None else costs.head * len(only) / V))
     for head in heads:  # the output heads of a Medusa are counted where the model is told of them
         name = next((name for name in READS if name in vars(type(head))), None)
         if name:
             one = next(head.weights.parameters())[0].numel()    # of an Eagle this is a row of its matrix
-            own = {"spread": one * getattr(head, "steps", 1), "after": one, "rise": count(head),
+            own = {"spread": one * getattr(head, "steps", 1), "after": one, "rise": head.count(),
                    "join": one * head.model.c.dim}[name]
             watch(head, name, lambda *_, own=own: own)
     try:
@@ -253,11 +264,16 @@ def their_methods(a, bench, exit_layer, helper=None):
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    open_ = partial(AutoModelForCausalLM.from_pretrained, dtype=getattr(torch, a.dtype))
-    model, helper = (folder and open_(folder).to(a.device) for folder in (a.model, helper))
     sampling = bench.probs.keywords
 
+    @cache
+    def opened(folder):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, a.dtype)).to(a.device)
+
     def ask(flags, ids):
+        model = opened(a.model)
+        if "assistant_model" in flags:
+            flags = flags | {"assistant_model": opened(helper)}
         tokens = torch.tensor([ids], device=a.device)
         start = time.perf_counter()
         with torch.no_grad():
@@ -343,10 +359,12 @@ def drafting(m, samples, plain, texts):
     return r
 
 
-def header(a, repeats, more=""):
+def header(a, repeats, checked="in float64"):
+    """The lines above a table. checked: how greedy texts of ours were compared with plain decoding's; and
+    more."""
     return [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new "
             f"tokens after each prompt, {repeats} interleaved runs: medians, of ratios the geometric mean "
-            f"over the prompts; every greedy text of ours is that of plain decoding in float64{more}", ""]
+            f"over the prompts; every greedy text of ours is that of plain decoding {checked}", ""]
 
 
 def markdown(a, repeats, results):

@@ -5,6 +5,7 @@ from functools import cache, partial
 from itertools import product
 
 from control import Confidence, weight_costs
+from drafter import NGram
 from lab.bench.drafters import COPY, Bench, Method, check_only, chosen, fixed, header, ruled
 from lab.bench.shared import SETS, beside, load_both, page, prompt_ids, tables
 from lab.clasp import CLaSp, KnapSpec
@@ -14,8 +15,8 @@ from layerskip import early_exit
 from methods.arms import candidates
 from methods.dynamic import DEL
 from methods.pace import Pace
-from speculative import NGram
-from support.cli import read_skip, read_vocab
+from methods.standin import read_vocab
+from support.cli import read_skip
 from support.drafts import trained_beside
 from support.measure import kept_costs
 
@@ -52,7 +53,7 @@ def fixed_drafts(L, exits, skip, vocab, trained):
     methods |= fixed("skip set", skip, 2) if skip else {}
     methods |= fixed(f"exit {e}, draft vocabulary", subs, 2, vocab) if vocab else {}
     for i, head in enumerate(next(iter(trained.values()))):
-        gamma = min(3, head.step.most)
+        gamma = min(3, head.price.longest)
         methods[f"{head.kind}, gamma {gamma}"] = Method(lambda i=i, gamma=gamma: lambda model, small: (
             trained[model.tok.dtype][i].drafter(gamma)))
     return methods
@@ -133,7 +134,7 @@ def run(a):
         methods, names = all_methods(model.c, skip, vocab, trained, costs)
         check_only(a.only, methods)
         results[title] = column(bench, chosen(methods, a.only), names, kinds, title)
-    lines = header(a, repeats, " on the first prompt of each kind; regret against the best fixed draft, or "
-                   "none, of each prompt; the last columns are ratios by the clock")
+    lines = header(a, repeats, "in float64 on the first prompt of each kind; regret against the best fixed "
+                   "draft, or none, of each prompt; the last columns are ratios by the clock")
     data = {"results": results, "kinds": kinds, "cost_table": vars(costs)}
     return page(lines + tables(results, COLUMNS)), data

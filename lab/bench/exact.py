@@ -10,7 +10,6 @@ from kvcache import KVCache
 from lab.bench.shared import SETS, load, page, prompt_ids, table
 from layerskip import SelfDraft, early_exit
 from machine.exact import exactly, fast
-from machine.standin import stand_in
 from methods.suffix import Suffix
 from model import SPARE
 from sampling import Coins, Race, to_probs
@@ -90,7 +89,7 @@ def over_usual(way, exact, usual, probs, repeats):
 def run(a):
     model, tokenizer = load(a)
     prompts = [prompt_ids(kind, tokenizer, model.c)[0] for kind in SETS]
-    usual = fast(model) if a.fast else stand_in(model)
+    usual = fast(model) if a.fast else model
     exact = exactly(model, a.fast)
     ways = changes(prompts, a.new, model.c.n_layers)
     lines = {}

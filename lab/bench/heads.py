@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from drafter import NGram
 from lab.bench.drafters import COPY, Bench, Method, fixed, header, own_methods, pilot
 from lab.bench.shared import SETS, figures, load_both, page, prompt_ids, tables
 from lab.rules import DoNoHarm
@@ -13,7 +14,6 @@ from layerskip import early_exit
 from methods import heads
 from methods.then import Then
 from methods.trees import ancestors, best_tree, tree_tokens
-from speculative import NGram
 
 NODES = 8       # of a tree
 LEVELS = 8      # no chain or tree here is deeper
@@ -22,7 +22,7 @@ LEVELS = 8      # no chain or tree here is deeper
 def shapes(head, cost):
     """{name: parents} of the chain and of the tree that promise most, where a level costs what its weights
     say, and further nodes nothing."""
-    K, ranks = min(LEVELS, head.step.most), head.ranks or [0.5]
+    K, ranks = min(LEVELS, head.price.longest), head.ranks or [0.5]
     gamma = max(range(1, K + 1), key=lambda g: tree_tokens(range(g), ranks) / (1 + g * cost))
     return {f"gamma {gamma}": list(range(gamma)),
             f"tree of {NODES}": best_tree(ranks, NODES, cost, 0.0, head.branches, K) or [0]}
@@ -40,7 +40,7 @@ def head_methods(name, loaded):
         methods[f"{name}, {shape}"] = Method(lambda make=make: make, gamma=levels, facts=facts)
     for tail in (False, True):
         methods[f"{name}, do no harm{', n-gram tail' * tail}"] = Method(lambda tail=tail: partial(
-            drafter, loaded, DoNoHarm(cost, head.step.most), None, tail))
+            drafter, loaded, DoNoHarm(cost, head.price.longest), None, tail))
     return methods
 
 
@@ -80,7 +80,7 @@ def run(a):
              for folder in folders}
     own = {name: loaded[model.tok.dtype] for name, loaded in found.items()}
     facts = {name: {"kind": h.kind, "shape": h.shape, "c_weights": heads.pricing(h)(0),
-                    "parameters": heads.count(h), "ranks": " / ".join(f"{x:.2f}" for x in h.ranks)}
+                    "parameters": h.count(), "ranks": " / ".join(f"{x:.2f}" for x in h.ranks)}
              for name, h in own.items()}
     results = {}
     for T, name in product((0.0, 0.8), a.prompts or SETS):
@@ -88,5 +88,5 @@ def run(a):
         bench = Bench(models, prompts, {"temperature": T} if T else {}, a.new, repeats, own.values())
         results[title] = column(bench, found, title)
     data = {"results": results, "heads": facts}
-    lines = header(a, repeats, "; c and block: by the clock of the loop; by ranks: Sequoia's formula")
+    lines = header(a, repeats, "in float64; c and block: by the clock; by ranks: Sequoia's formula")
     return page(lines + figures(facts.items(), FACTS, "heads") + tables(results, COLUMNS)), data

@@ -8,13 +8,13 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-from kvcache import KVCache
+from kvcache import KVCache, prefill
 from lab.bench.shared import DEFAULT, WEIGHTS, figures, load, page, random_model, table
 from machine.exact import fast
 from machine.fused import fuse
 from machine.quant import size
 from model import Config, Placement
-from speculative import generate, prefill
+from speculative import generate
 from support.measure import interleave
 
 SHAPE_110M = Config(vocab_size=32_000, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, head_dim=64,

@@ -8,13 +8,13 @@ import torch
 from tqdm import tqdm
 
 import control
+from drafter import ModelDraft
 from lab.bench.costs import against_plain, teachers
 from lab.bench.plain import step
 from lab.bench.shared import LLAMA, SETS, SHAPES, WEIGHTS, figures, load, page, prompt_ids, table
 from layerskip import SelfDraft, early_exit
 from machine.quant import KINDS, byte_costs, quantise, size
 from model import Placement
-from speculative import ModelDraft
 from support.measure import interleave, measure_costs
 
 GAMMA, MEGABYTE = 3, 1e6

@@ -8,10 +8,9 @@ import torch
 import checkpoint
 from control import best_along
 from machine.exact import fast
-from machine.standin import stand_in
 from model import Config, Transformer
 from support.cli import read_beside
-from support.files import read_prompts
+from support.texts import read_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = ROOT / "weights"
@@ -47,7 +46,7 @@ def load_both(a, small=None):
     models = {}
     for dtype in (a.dtype, "float64"):
         model, tokenizer = load(a, dtype)
-        model = fast(model) if a.fast and dtype == a.dtype else stand_in(model)
+        model = fast(model) if a.fast and dtype == a.dtype else model
         models[dtype] = model, small and model.alongside(load(a, dtype, small)[0])
     return models, tokenizer
 

@@ -2,10 +2,10 @@
 # # Beyond: four ideas, rebuilt small
 #
 # Four more ways to draft, or to need fewer passes. M2R2 has no public code. ProphetNet and HAMburger need
-# training on a scale that few people can repeat. The last idea is a draft that reads only a part of the text.
-# Here each of them is a **reconstruction**: our reading of the paper, at a scale where one can look at it.
-# None of the figures below speaks for the original. But each paper leaves a question open that we can try to
-# answer.
+# training on a scale that few people can repeat. The last idea is a draft that reads only a part of the
+# text. Here each of them is a **reconstruction**: our reading of the paper, at a scale where one can look
+# at it. None of the figures below speaks for the original. But each paper leaves a question open that we
+# can try to answer.
 #
 # | system | the question |
 # |---|---|
@@ -20,11 +20,11 @@
 # The training runs in this notebook take seconds, and only show how each idea works. The answers are those
 # of `python -m lab.bench beyond`, which trains for half an hour; they are quoted at each section's end.
 #
-# You need notebooks [5](../../notebooks/05_layer_skipping.ipynb) and
-# [8](../../notebooks/08_trained_heads.ipynb). About 40 minutes.
+# You need notebooks [6](../../notebooks/06_layer_skipping.ipynb) and
+# [9](../../notebooks/09_trained_heads.ipynb). About 35 minutes.
 
 # %%
-# %run ../../notebooks/start.py
+# %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
 SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures is checked for this model
 
@@ -35,8 +35,7 @@ import torch
 from IPython.display import Markdown
 
 import checkpoint
-from model import Placement
-from lab import train_heads
+from lab import train
 from lab.bench import beyond
 from lab.plots import running_mean
 from notebooks import plots
@@ -51,8 +50,8 @@ later = Markdown("*The long run has not been made yet.*")
 # ## The text to learn from
 #
 # Three of the four learn, and they learn from text that the model writes itself, drawn from its own
-# distribution. So its training data is not needed, and the head learns the kind of text that it will have to
-# draft.
+# distribution. So its training data is not needed, and the head learns the kind of text that it will have
+# to draft.
 
 # %%
 length = min(64, c.max_len)
@@ -64,93 +63,33 @@ print(tokenizer.decode(held_out[:60].tolist()))
 # %% [markdown]
 # ## M2R2: a row that runs ahead
 #
-# A token's state changes from block to block, slowly. M2R2 (Mixture of Multi-rate Residuals) puts a second
-# row beside it, which runs through the *same* first blocks, with a small low-rank map added to each of them.
-# It is trained to be, after block i, where the ordinary row will be much further up. After E blocks it
-# should stand where the ordinary one stands at the end, and there it drafts. (In a mixture of experts it
-# would also tell early which experts to load. Our models have none, so this part has no counterpart here.)
+# A token's state changes from block to block, slowly. M2R2 (Mixture of Multi-rate Residuals) puts a
+# second row beside it, which runs through the *same* first blocks, with a small low-rank map added to
+# each of them. It is trained to be, after block i, where the ordinary row will be much further up. After
+# E blocks it should stand where the ordinary one stands at the end, and there it drafts. (In a mixture of
+# experts it would also tell early which experts to load. Our models have none, so this part has no
+# counterpart here.)
 #
-# The fast row reads the ordinary keys and values, and writes nothing. So the cache stays that of the target,
-# and what is handed over to the check is the ordinary row, as in any early exit.
+# The fast row reads the ordinary keys and values, and writes nothing. So the cache stays that of the
+# target, and what is handed over to the check is the ordinary row, as in any early exit.
 #
-# Kangaroo's adapter (one attention on top of the exit) is its natural rival: we give both the same number of
-# weights.
+# Kangaroo's adapter (one attention on top of the exit) is its natural rival: we give both the same number
+# of weights.
 
 # %%
 from lab.bench.beyond import taught
 from lab.m2r2 import M2R2
-from methods.heads import count
 
 E = max(1, L // 6)
 few = "--exit-layer", str(E), "--batch", "4", "--context", "64", "--lr", "4e-3", "--warmup", "5"
 heads = {"bare exit": M2R2(model, E, 0), "Kangaroo": taught(model, text, 6144, "kangaroo", *few),
          "M2R2": taught(model, text, 6144, "m2r2", *few)}
 for name, head in heads.items():
-    print(f"{name:10} {count(head):8,} weights of its own")
+    print(f"{name:10} {head.count():8,} weights of its own")
 
 # %% [markdown]
-# Where does each row stand? Compare the state of the fast row after each of its blocks with the states of the
-# ordinary row after *all* blocks (the cosine of the angle between them).
-#
-# **Predict:** without adapters the fast row is the ordinary one. Which cell of each line is then darkest? And
-# where should the dark cell be after the training?
-
-# %%
-from kvcache import KVCache
-
-
-@torch.no_grad()
-def nearness(head, tokens):
-    """How near the fast row, after each of its blocks, is to each state of the ordinary one. (E, L)"""
-    trace, T = dict.fromkeys(range(1, 2 * L, 2)), tokens.shape[1]
-    cache = KVCache(c, 1, T, model.attention_dtype(), device)
-    model.run(model.embed(tokens), Placement.span(0, T, device), cache, trace=trace)
-    next(iter(head.predict(tokens, trace, cache)))                 # fills head.states
-    slow = torch.stack(list(trace.values()), 2)                 # (1, T, L, dim)
-    return torch.cosine_similarity(head.states[:, :, :, None], slow[:, :, None], dim=-1).mean((0, 1)).cpu()
-
-# %%
-near = {name: nearness(heads[name], held_out[None, :128]) for name in ("bare exit", "M2R2")}
-assert torch.allclose(near["bare exit"].diagonal(), torch.ones(E), atol=1e-4), "the row itself"
-assert not SHIPPED or near["M2R2"].argmax(1).tolist() == list(range(E)), "nothing has moved"
-
-# %%
-figure, sides = plots.axes(2, 1, width=9, height=1.2 + 0.25 * E)
-low = min(float(values.min()) for values in near.values())
-for (side,), (name, values) in zip(sides, near.items(), strict=True):
-    image = side.imshow(values, aspect="auto", cmap="Blues", vmin=low, vmax=1)
-    side.set_yticks(range(E), [f"block {i}" for i in range(1, E + 1)])
-    side.set_xticks(range(L), range(1, L + 1))
-    side.set(title="without adapters" if name == "bare exit" else "M2R2, after a short training")
-sides[-1][0].set_xlabel("the ordinary row after block")
-figure.colorbar(image, ax=sides[:, 0].tolist(), label="cosine")
-figure
-
-# %% [markdown]
-# Without adapters the darkest cell of line i is i itself. After the training it should lie further right, and
-# in the last line at the very end. In these few seconds it does not move, and neither does alpha.
-#
-# How often does each of them say the model's own best token? Beside them is every early exit, which costs the
-# blocks that it runs.
-
-# %%
-from lab import train
-
-lens = train.evaluate(model, held_out, 128, 1024)["agreement"]
-judged = {name: train_heads.evaluate(head, held_out, 128, 1024) for name, head in heads.items()}
-alphas = {name: table["agreement"][0] for name, table in judged.items()}
-figure, ((side,),) = plots.axes(1, 1, width=8, height=3.2)
-side.plot(range(1, L + 1), lens, color="#808080", marker=".", label="every exit")
-for (name, alpha), hue, mark in zip(alphas.items(), plots.HUES, "osD", strict=False):
-    side.plot([E], [alpha], mark, color=hue, ms=9, label=f"{name}: {alpha:.2f}")
-side.set(xlabel="exit after block", ylabel="alpha", ylim=(0, 1.02))
-side.legend(frameon=False)
-assert abs(alphas["bare exit"] - lens[E - 1]) < 0.02
-assert not SHIPPED or abs(alphas["M2R2"] - alphas["bare exit"]) < 0.02
-figure
-
-# %% [markdown]
-# And the check makes all of it exact:
+# In these few seconds neither of them learns anything that could be seen: that takes the long run below.
+# But the check already makes both exact:
 
 # %%
 from speculative import generate
@@ -166,11 +105,11 @@ for name, head in heads.items():
 # **Try it:** set `E` to half of the blocks. What is left for the adapters to gain?
 #
 # <details><summary>Answer</summary>
-# Hardly less than before: on this model the curve of the exits is flat there. But each drafted token then
-# runs three times as many blocks.
+# Hardly less than before: on this model the curve of the exits is flat there (notebook 6). But each drafted
+# token then runs three times as many blocks.
 # </details>
 #
-# The answer, after as many tokens of training for each, at equal numbers of weights:
+# The answer, with the same number of training tokens and of weights for each:
 
 # %% jupyter={"source_hidden": true}
 def gap(folder, e):
@@ -185,21 +124,21 @@ if SHIPPED and long:                                            # differences be
 Markdown("\n".join(beyond.m2r2_lines(long["m2r2"]))) if long else later
 
 # %% [markdown]
-# No. After exit 2 and on the model without trained exits Kangaroo's adapter is right more often; after exits
-# 4 and 6 the two cannot be told apart.
+# No. After exit 2 and on the model without trained exits Kangaroo's adapter is right more often; after
+# exits 4 and 6 the two cannot be told apart.
 #
 # ## ProphetNet: to predict more than one token
 #
-# A language model learns to say the next token. ProphetNet trains it in several *streams*. The first is the
-# model as it is. For each of the others a row beside each token starts from an embedding of its own, and
-# predicts the token after the next, the one after that, and so on. It sees what its token sees, and no other
-# row sees it. It was published as a way to write better texts, not to write faster. But a row that looks
-# ahead is just what drafts in `Transfer` with t = 0 (lab/transfer.py).
+# A language model learns to say the next token. ProphetNet trains it in several *streams*. The first is
+# the model as it is. For each of the others a row beside each token starts from an embedding of its own,
+# and predicts the token after the next, the one after that, and so on. It sees what its token sees, and
+# no other row sees it. It was published as a way to write better texts, not to write faster. But a row
+# that looks ahead is just what drafts in `Transfer` with t = 0 (lab/transfer.py).
 #
-# In [lucidrains' repository](https://github.com/lucidrains/speculative-decoding) a question about a relative
-# of this is open: does the loss of the streams help the model's own? Only a comparison can tell: the
-# same tiny model, from the same seed, on the same batches, with one stream (plain training) and with three.
-# Two seeds, because a seed alone moves the loss, too.
+# In [lucidrains' repository](https://github.com/lucidrains/speculative-decoding) a question about a
+# relative of this is open: does the loss of the streams help the model's own? Only a comparison can tell:
+# the same tiny model, from the same seed, on the same batches, with one stream (plain training) and with
+# three. Two seeds, because the seed alone also moves the loss.
 #
 # **Predict:** will the gap between one and three streams be larger than that between two seeds?
 
@@ -210,6 +149,11 @@ runs = {(n, seed): beyond.prophet(text, device, n, seed, 8192, small) for seed i
 losses = {key: train.evaluate(run.model, held_out, 64, 1024)["loss"][-1] for key, run in runs.items()}
 for (n, seed), loss in losses.items():
     print(f"{n} stream{'s' * (n > 1)}, seed {seed}: {loss:.3f} nats per token of held-out text")
+streams = [losses[3, seed] - losses[1, seed] for seed in range(2)]
+seeds = [losses[n, 1] - losses[n, 0] for n in (1, 3)]
+print("three streams instead of one: {:+.3f}, {:+.3f};".format(*streams),
+      "another seed: {:+.3f}, {:+.3f}".format(*seeds))
+assert not SHIPPED or min(streams) > max(map(abs, seeds)), "a little more than the seeds differ"
 
 # %%
 figure, ((side,),) = plots.axes(1, 1, width=8, height=3)
@@ -222,7 +166,8 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# In so few steps nothing is decided. The long run, with more seeds:
+# With three streams the loss is higher with both seeds, and by a little more than the seeds differ. That
+# is a hint, but two seeds are few, and the training has hardly begun. The long run has more of both:
 
 # %% jupyter={"source_hidden": true}
 if SHIPPED and long:
@@ -232,21 +177,23 @@ if SHIPPED and long:
 Markdown("\n".join(beyond.prophet_lines(long["prophet"]))) if long else later
 
 # %% [markdown]
-# No: three streams make the model's own loss worse, by far more than a seed does. But streams learnt with the
-# model draft better than those learnt later.
+# No: three streams make the model's own loss worse, by far more than a seed does. But streams learnt with
+# the model draft better than those learnt later.
 #
 # ## HAMburger: several tokens in one place
 #
-# So far each token had a place of its own in the cache, and took a step of its own to be written. HAMburger
-# merges tokens: an *entry* of up to four tokens has one key and one value in each block, and one step says
-# all tokens of the next entry. Which tokens belong together? Those that follow almost surely: "upon a time"
-# after "Once". The paper cuts by the entropy of the model: an entry ends before a token that is hard to
-# predict. This needs no training, and we can look at it.
+# So far each token had a place of its own in the cache, and took a step of its own to be written.
+# HAMburger merges tokens: an *entry* of up to four tokens has one key and one value in each block, and
+# one step says all tokens of the next entry. Which tokens belong together? Those that follow almost
+# surely: "upon a time" after "Once". The paper cuts by the entropy of the model: an entry ends before a
+# token that is hard to predict. "Hard" is relative: a token joins the entry if its entropy is below 0.05
+# nats, or below 0.3 times the largest entropy in the entry so far. So after a very hard token, a
+# moderately hard one still joins. This needs no training, and we can look at it.
 #
 # A small model is hardly ever sure at temperature 1. So we imitate it at temperature 0.5 (`cooled`).
 
 # %%
-from lab.hamburger import BurgerDraft, Hamburger, begins, score, tune, write
+from lab.hamburger import SHARE, SURE, BurgerDraft, Hamburger, begins, score, tune, write
 
 cold = beyond.cooled(model, 0.5)
 words = beyond.own_text(cold, tokenizer, 2000, 500, length)
@@ -255,6 +202,7 @@ with torch.no_grad():
     entropy = torch.distributions.Categorical(logits=cold(story[None])).entropy()
 entropy = torch.nn.functional.pad(entropy[:, :-1], (1, 0))      # of what each token was drawn from
 first = begins(entropy, 4)[0].cpu()
+assert (SURE, SHARE) == (0.05, 0.3)
 entry = first.cumsum(0) - 1
 print(f"{len(story)} tokens in {int(first.sum())} entries")
 
@@ -266,7 +214,7 @@ for t, e in enumerate(entry.tolist()):
 labels = [tokenizer.decode([t]).strip() for t in story.tolist()]
 side.set_xticks(range(len(story)), labels, rotation=90, fontsize=8)
 side.set(ylabel="entropy, nats", xlim=(-0.6, len(story) - 0.4),
-         title="hard to predict: a new entry (the hue changes); easy: it joins the entry before it")
+         title="hard to predict, relative to its entry: a new entry begins, and the hue changes")
 figure
 
 # %% [markdown]
@@ -312,8 +260,13 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# Now let the untouched model check what a step says. Then it is a drafter like any other, and exact. But each
-# of its steps is a pass of a model as large as the target, so a checked step costs two passes.
+# Further to the right a step says more tokens, and the text is further from the model's. At the far left,
+# where every step says a single token, longer training looks *worse*. There the trunk alone speaks, and a
+# trunk that has hardly learnt is still nearly the model. What it learns for the sake of the other tokens
+# moves it away.
+#
+# Now let the untouched model check what a step says. Then it is a drafter like any other, and exact. But
+# each of its steps is a pass of a model as large as the target, so a checked step costs two passes.
 
 # %%
 drafted, fewer = generate(model, [prompt], 32, BurgerDraft(burger, 0.3))
@@ -394,7 +347,8 @@ if SHIPPED and long:
 Markdown("\n".join(beyond.sparse_lines(long["sparse"], rows))) if long else later
 
 # %% [markdown]
-# On our texts a draft must see much: with a window of 64, a third of the text, alpha is 0.88.
+# On our texts a draft must see much of what came before: even a window of 64, a third of the text, costs
+# some of its alpha.
 #
 # ## Questions
 #
@@ -459,7 +413,7 @@ assert float(beyond.sparse_acceptance(short, 4, 16).min()) > 1 - 1e-6
 print("4 sinks and a window of 16 see all of 20 tokens")
 
 # %% [markdown]
-# Four ideas, one loop. M2R2 and the sparse draft only draft. ProphetNet's streams change the model that they
-# are trained with, and a HAMburger is another model. But whatever drafts, the target checks it. What is
-# checked can be as wild as one likes: that is the freedom of speculative decoding. The figures stand in
-# [BENCHMARKS.md](../BENCHMARKS.md), and everything else begins at the [README](../../README.md).
+# Four ideas, one loop. M2R2 and the sparse draft only draft. ProphetNet's streams change the model that
+# they are trained with, and a HAMburger is another model. But whatever drafts, the target checks it. What
+# is checked can be as wild as one likes: that is the freedom of speculative decoding. The figures stand
+# in [BENCHMARKS.md](../BENCHMARKS.md), and everything else begins at the [README](../../README.md).

@@ -5,7 +5,7 @@ from dataclasses import replace
 from tiny import LLAMA, make
 
 from lab.corpus import train_tokenizer
-from support.files import BOUNDARY
+from support.texts import BOUNDARY
 
 
 def story(seed, count=60):

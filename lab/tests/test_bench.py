@@ -11,6 +11,7 @@ from tiny import GEMMA, PROMPTS, command, make
 
 import checkpoint
 from control import Costs, weight_costs
+from drafter import Drafter, ModelDraft
 from lab.bench import __main__ as bench
 from lab.bench import costs as bench_costs
 from lab.bench import drafters, dynamic
@@ -18,7 +19,7 @@ from lab.bench.drafters import Bench, Method, Sample
 from lab.bench.shared import WEIGHTS
 from layerskip import SelfDraft
 from methods.standin import ShortHead
-from speculative import Drafter, ModelDraft, rounds
+from speculative import rounds
 from support.measure import read_costs
 
 DRAFT = WEIGHTS / "stories-draft"

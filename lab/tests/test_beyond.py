@@ -12,6 +12,7 @@ from test_heads import Turns, wild
 from tiny import PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, warm
 
 from control import Costs, expected_tokens
+from drafter import NGram
 from lab import train
 from lab.bench import __main__ as bench
 from lab.bench import beyond
@@ -23,7 +24,7 @@ from layerskip import SelfDraft
 from methods.trees import Siblings
 from sampling import Coins
 from search import Teacher
-from speculative import NGram, rounds
+from speculative import rounds
 
 test_greedy_identity = promises.greedy_identity({
     "siblings": lambda m: Siblings(SparseDraft(m, 3, 1, 2), [3, 1]),

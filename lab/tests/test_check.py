@@ -42,7 +42,7 @@ def asked(tmp_path_factory):
 @pytest.fixture
 def call(asked, monkeypatch):
     """lab.bench check, but what looks at the clock: (status, {row: verdict})"""
-    monkeypatch.setattr(check, "promises", lambda *_: ("", {}))
+    monkeypatch.setattr(check, "worth", lambda *_: ([], {}))
     monkeypatch.setattr(check, "LENGTH", 64)
 
     def run(family):

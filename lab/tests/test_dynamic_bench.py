@@ -30,11 +30,12 @@ def test_by_weights_it_is_never_slower_than_it_promises(family, rows):
     ways = candidates(m, costs, SKIP, None, heads) + candidates(m, costs, None, IDS)
     with metered([m], heads) as read:
         for some in (*([way] for way in ways), ways):
-            drafter = Pace(m, some, costs, risk=0.1)
+            drafter = Pace(m, some, costs)
+            drafter.balance += 4    # it may lose more, so that it tries more
             begin = drafter.lookup.begin    # the prompt's own reading apart
             drafter.lookup.begin = lambda state, trace, begin=begin: (begin(state, trace), read.clear())
             generate(m, PROMPTS[:rows], 40, drafter)
-            assert sum(read) / costs.whole <= 40 * 1.1 + STAKE
+            assert sum(read) / costs.whole <= 40 * 1.01 + STAKE + 4
 
 
 def test_the_stream_on_a_tiny_model(models):

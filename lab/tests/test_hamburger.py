@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from tiny import PROMPTS, TINY, TINY_GEMMA, each_family, oracle
 
+from drafter import NGram
 from lab import hamburger
 from lab.hamburger import BurgerDraft, Hamburger, begins, latest, losses, score, write
 from methods.then import Then
 from model import Placement
-from speculative import NGram
 
 TEXTS = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7, 7, 7], [3, 8, 8, 8, 1, 2, 2, 16, 0, 4]])
 

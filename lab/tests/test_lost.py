@@ -10,6 +10,7 @@ from test_control import outcome, state_of
 from test_heads import GROVE, both_ways, wild
 from tiny import LLAMA, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, make, read
 
+from drafter import NGram
 from kvcache import KVCache
 from lab import gguf, hamburger, sparse, transfer
 from lab.m2r2 import M2R2
@@ -22,7 +23,7 @@ from methods.then import Then
 from methods.trees import Siblings
 from sampling import to_probs
 from search import Teacher
-from speculative import NGram, generate, rounds
+from speculative import generate, rounds
 
 DRAFTERS = {
     "swift": lambda m: SWIFT(m, skip_ratio=0.7, window=3, every=2, threshold=0.2, widths=(2,)),

@@ -13,9 +13,9 @@ import checkpoint
 from lab import train, train_heads
 from methods import heads
 from methods.heads import Medusa
+from methods.standin import read_vocab
 from model import Placement
 from speculative import generate, rounds
-from support.cli import read_vocab
 
 FLAGS = dict(context=24, batch=8, tokens=1.6e4, text=4000, lr=0.01, warmup=3, temperature=0.9, device="cpu")
 KINDS = {"kangaroo": "--exit-layer 2", "m2r2": "--exit-layer 2", "prophet": "", "eagle": "",
@@ -50,7 +50,7 @@ def test_a_head_learns(kind, folder, capsys):
     assert all(new < 0.7 * old for old, new in zip(before["loss"], after["loss"], strict=True))
     assert after["ranks"] == pytest.approx(head.ranks) and head.ranks[0] > 0.3
     prompt = checkpoint.encode(story_tokenizer(), "Lily saw", model.c.bos)
-    drafter = head.drafter(min(3, head.step.most))
+    drafter = head.drafter(min(3, head.price.longest))
     plain, drafted = (generate(model, [prompt], 24, each) for each in (None, drafter))
     assert plain[0] == drafted[0] and drafted[1] < 0.8 * plain[1]
 

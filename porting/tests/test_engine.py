@@ -20,7 +20,7 @@ from tiny import command
 from porting import engine, library_engine, make
 from porting.wrong_ports import ENGINES, wrong_engine
 
-PORTING = Path(__file__).parent.parent / "porting"
+PORTING = Path(__file__).parents[1]
 KIT = json.loads(engine.CASES.read_text(encoding="utf-8"))
 CASES = KIT["cases"]
 CALLS = [case for case in CASES if "law" not in case]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from mistakes import change
 from tiny import command
 
 from porting import check, make
 from porting.library_port import answer, cut_margin, tree_margin
 from porting.wrong_ports import MISTAKES, SOURCE, answers, wrong_port
+from support.cuts import change
 
-PORTING = Path(__file__).parent.parent / "porting"
+PORTING = Path(__file__).parents[1]
 CORE, STORIES = check.read_cases(check.TRACES), check.read_cases(check.STORIES)
 ALL = CORE | STORIES
 NUMPY = [sys.executable, PORTING / "numpy_port.py"]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tiny import command
 
+from files import read_tokenizer
 from porting import check
 from porting.library_port import answer
-from support.files import read_tokenizer
 
 ENGINE = check.ROOT / "porting" / "web" / "engine.js"
 SHIPPED = ["stories-llama", "stories-gemma2", "stories-plain", "stories-draft"]

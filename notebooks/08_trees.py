@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 7. Trees: several drafted tokens for one place
+# # 8. Trees: several drafted tokens for one place
 #
 # A chain of drafted tokens ends at its first rejection: every token after it is lost. What if a second
 # drafted token for the same place were ready? Then the draft is a *tree*. The target reads all of it in
@@ -9,8 +9,8 @@
 # > takes something away from p, and the next sibling is tried against what is left. So a tree changes
 # > how many tokens a pass writes, but not their distribution.**
 #
-# You need [4, speculative decoding](04_speculative_decoding.ipynb), and [5, layer
-# skipping](05_layer_skipping.ipynb) for the early exit that drafts here. About 45 minutes.
+# You need [4, speculative decoding](04_speculative_decoding.ipynb), and [6, layer
+# skipping](06_layer_skipping.ipynb) for the early exit that drafts here. About 45 minutes.
 
 # %%
 # %run start.py
@@ -23,7 +23,7 @@ from model import Placement
 from layerskip import SelfDraft
 from sampling import Coins, to_probs
 from search import Teacher
-from support.files import read_prompts
+from support.texts import read_prompts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
@@ -46,7 +46,8 @@ print(f"{L} blocks, of which the first {EXIT} draft")
 from itertools import islice
 
 from methods.trees import Siblings, ancestors
-from speculative import Wrapper, rounds
+from drafter import Wrapper
+from speculative import rounds
 
 
 class Kept(Wrapper):    # remembers the last draft as it was, before verification cuts it to a chain
@@ -108,7 +109,7 @@ plots.tree_and_mask(SHAPE, ancestors(torch.tensor([SHAPE]))[0], [str(k) for k in
 
 # %%
 from kvcache import KVCache
-from speculative import prefill
+from kvcache import prefill
 
 n, K = len(known), len(parents)
 cache = KVCache(c, 1, n + K, model.attention_dtype(), device)
@@ -175,7 +176,7 @@ def narrate(seed):
     u = uniforms(seed, 0, K).tolist()
     node, _, tale = walk(p, tokens, parents, q, u)
     for at, k, had, drawn, chance, ok in tale:
-        print(f"after {names[at]:9} try {names[k + 1]:9} left {had:.2g}  q {drawn:.2g}  chance {chance:.2f}  "
+        print(f"after {names[at]:9} try {names[k + 1]:9} left {had:.3f}  q {drawn:.3f}  chance {chance:.2f}  "
               f"u {u[k]:.2f}  {'accepted' if ok else 'rejected'}")
     print("then the next token is drawn from what is left after", names[node])
 
@@ -232,7 +233,7 @@ figure
 # {\sum \max(R - Q, 0)}}_{R'} \;=\; R$$
 #
 # After the last sibling, the token is drawn from what is left, so it has this distribution. Then what
-# follows the sibling before it has the right distribution, too, and so on, back to the first sibling,
+# follows the sibling before it has the right distribution as well, and so on, back to the first sibling,
 # where R is p. Q may depend on all earlier siblings, and that is what allows drawing without
 # replacement. In the library, R is `left` and Q is `q[:, k]`:
 
@@ -282,16 +283,17 @@ print("p:      ", [round(v, 4) for v in p6.tolist()])
 print("written:", [round(v, 4) for v in written(p6, q6).tolist()])
 
 # %% [markdown]
-# The rule is called *recursive rejection*. SpecInfer (arXiv 2305.09781, May 2023) verifies trees with it,
-# and draws every sibling from the whole q, or from another draft model. Multi-candidate verification
-# (2401.06706, January 2024) draws without replacement, and so do the trees of Sequoia (2402.12374) and of
-# recursive speculative decoding (2402.14160), both of February 2024.
+# The rule is called *recursive rejection*. SpecInfer (arXiv 2305.09781, May 2023) verifies trees with it
+# under the name *multi-step speculative sampling*, and draws every sibling from the whole q, or from
+# another draft model. Multi-candidate verification (2401.06706, January 2024) draws without replacement,
+# and so do the trees of Sequoia (2402.12374) and of recursive speculative decoding (2402.14160), both of
+# February 2024.
 #
 # It is not the only rule. *SpecTr* (2310.15141) draws k tokens independently and accepts the first that
-# passes a stricter test; it is exact, too. *Typical acceptance* (Medusa, 2401.10774) accepts any token
+# passes a stricter test, which is also exact. *Typical acceptance* (Medusa, 2401.10774) accepts any token
 # that p considers likely enough, without a coin (question 3). How much *any* exact rule can accept is a
-# problem of optimal transport, and [lab/tests/test_traversal.py](../lab/tests/test_traversal.py)
-# computes it.
+# problem of optimal transport, and [lab/tests/test_traversal.py](../lab/tests/test_traversal.py) computes
+# it.
 #
 # ## Which shape?
 #
@@ -370,7 +372,12 @@ for cost, shape in shapes.items():
     print(f"the best tree of 8 where a level costs {cost:.2f} passes: {shape}")
 
 # %% [markdown]
-# Free nodes are an assumption, too. On a GPU that waits for memory, a pass over 16 tokens costs about
+# One shape for all rounds is a compromise. *EAGLE-2* (arXiv 2406.16858) grows a new tree in each round:
+# level by level, it continues the nodes with the largest product of the draft's probabilities along their
+# path, and at last keeps the best nodes of all. Where the draft is sure, its tree is deep, and where it
+# is not, wide.
+#
+# Free nodes are an assumption as well. On a GPU that waits for memory, a pass over 16 tokens costs about
 # as much as a pass over one. On a CPU it does not, and a large tree can lose. `python -m lab.bench
 # heads` measures it.
 #
@@ -470,7 +477,7 @@ print("typical:", [round(v, 4) for v in typical.tolist()])
 # siblings then, and how many of them can be accepted?
 #
 # <details><summary>Answer</summary>
-# The library takes the next most likely tokens of the draft. p is a one-hot, too, so either one sibling
+# The library takes the next most likely tokens of the draft. p is also a one-hot, so either one sibling
 # is accepted or none.
 # </details>
 
@@ -529,5 +536,5 @@ for seed in range(50):
 print("50 seeds: the same node and the same token")
 
 # %% [markdown]
-# Next: [trained heads](08_trained_heads.ipynb). So far a part of the model has drafted. What can a
+# Next: [trained heads](09_trained_heads.ipynb). So far a part of the model has drafted. What can a
 # small module do that is trained to draft?

@@ -1,17 +1,17 @@
 # %% [markdown]
-# # 10. Close to the machine: what a token waits for
+# # 12. Close to the machine: what a token waits for
 #
 # What does the machine do during a pass? It launches operations, and it reads bytes. We count both. Then
 # we look at what the folder `machine/` does about them: a product that reads a matrix once for several
-# tokens, passes in one call, weights of few bits, one model on two processes. None of this changes the
-# text, except by rounding. The last part makes even the rounding the same.
+# tokens, passes in one call, quantised weights, one model on two processes. None of this changes the
+# text, except by rounding, and [notebook 5](05_the_same_text.ipynb) shows how even that can be avoided.
 #
 # > **A pass of a small model waits for operations to be launched, a pass of a large one for bytes to be
 # > read. A pass in one call removes the first wait. A block of tokens waits for the same bytes as one token.
 # > Fewer bits shorten the wait, and several devices share it.**
 #
 # You need [2, the cache](02_kv_cache.ipynb), [4, speculative decoding](04_speculative_decoding.ipynb)
-# and [5, layer skipping](05_layer_skipping.ipynb). About 45 minutes.
+# and [6, layer skipping](06_layer_skipping.ipynb). About 40 minutes.
 
 # %%
 # %run start.py
@@ -20,9 +20,10 @@ SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures 
 
 # %%
 from model import Placement
-from support.files import read_prompts
+from support.texts import read_prompts
 from kvcache import KVCache
-from speculative import generate, prefill
+from kvcache import prefill
+from speculative import generate
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, "cpu", torch.float32)
@@ -224,8 +225,8 @@ for name in ways:
 # token costs, until the multiplications take longer than the reading.
 #
 # A product is not a pass. Between products there are norms, attention and additions, which are launched
-# one by one. So `machine/pass.cpp` has these as loops, too, and a whole pass is a single call from Python.
-# `fast(model)` stands in for the model and makes these calls.
+# one by one. So `machine/pass.cpp` has loops for these as well, and a whole pass is a single call from
+# Python. `fast(model)` stands in for the model and makes these calls.
 
 # %%
 from machine.exact import fast
@@ -253,28 +254,33 @@ plots.curves(right, few, {name: [passes[one, T] for T in few] for name, one in n
 figure
 
 # %% [markdown]
-# There is one more difference, which this page comes back to at its end. A sum of rounded numbers depends
-# on their order, and a library may choose another order for another number of rows. The loop has a single
-# one. We compare the rows of a product with the same rows among sixteen, bit by bit. In float32 nothing is
-# rounded after the sum, which could hide a difference.
+# The loop reads the matrix about as fast as memory allows, and takes little longer for a few rows than
+# for one.
+#
+# **This curve is why drafting pays at all.** Suppose T rows cost T times as much as one row. Then a round
+# that drafts gamma tokens would cost more than gamma + 1 passes, and would write at most gamma + 1
+# tokens. We put three costs of a block into the formula of notebook 4, for alpha 0.7 and c 0.1: this one,
+# and the two that we have measured.
 
 # %%
-w = model.blocks[0].mlp.gate_up.detach()
-x = torch.randn(16, c.dim, generator=torch.Generator().manual_seed(0))
-for name, matrix in {"F.linear": w, "our loop": Looped(w)}.items():
-    among = F.linear(x, matrix)
-    equal = {T: sum(map(torch.equal, F.linear(x[:T], matrix), among)) for T in (1, 2, 3, 4, 8)}
-    print(f"{name:8}:", ", ".join(f"{same} of {T} equal" for T, same in equal.items()))
-assert all(T == same for T, same in equal.items()), "our loop"
+from control import expected_speedup
+
+block_of = {"T rows cost T": dict(zip(few, few, strict=True))}
+block_of |= {name: {T: times[name, T] / times[name, 1] for T in few} for name in ways}
+for name, cost in block_of.items():
+    gains = {T - 1: expected_speedup(0.7, T - 1, 0.1, cost[T]) for T in (2, 4, 8)}
+    listed = ", ".join(f"{gain:.2f} with gamma {gamma}" for gamma, gain in gains.items())
+    print(f"{name:13}: {listed} times plain decoding")
+assert all(expected_speedup(1.0, T - 1, 0.1, T) < 1 for T in few[1:]), "a loss, even if always right"
 
 # %% [markdown]
 # ## Record once, replay
 #
-# A GPU needs another remedy. There a library multiplies few rows well, but each kernel must be launched. A
-# *CUDA graph* is a stored list of kernels with a single launch: the pass is *recorded* once and replayed
-# from then on. We use a simulation of it, `Tape`, which is made for tests: it runs everything again, but in
-# memory of its own, so that whatever would break a graph breaks it, too. `Recorded` stands in for the model,
-# and the loop does not notice.
+# A GPU needs another remedy. There a library multiplies few rows well, but each kernel must be launched.
+# A *CUDA graph* is a stored list of kernels with a single launch: the pass is *recorded* once and
+# replayed from then on. We use a simulation of it, `Tape`, which is made for tests: it runs everything
+# again, but in memory of its own, so that whatever would break a graph also breaks the simulation.
+# `Recorded` stands in for the model, and the loop does not notice.
 
 # %%
 from layerskip import SelfDraft, early_exit
@@ -290,11 +296,11 @@ print(tokenizer.decode(texts[1]))
 # %% [markdown]
 # A recording is made for given sub-layers and a given number of rows, tokens and slots. What changes from
 # round to round is its input: the states, the position, the masks. So per pass the host launches one
-# replay and a few copies. A graph still has as many kernels as before. So `machine/blocks.py` first has them
-# *fused* by a compiler: an addition and a multiplication become one loop over memory.
+# replay and a few copies. A graph still has as many kernels as before. So `machine/blocks.py` first has
+# them *fused* by a compiler: an addition and a multiplication become one loop over memory.
 #
-# Both remedies, the call on a CPU and the graph on a GPU, are behind `generate.py --fast`. This is the table
-# of tokens/s on a CPU in [BENCHMARKS.md](../lab/BENCHMARKS.md), which also names the machine:
+# Both remedies, the call on a CPU and the graph on a GPU, are behind `generate.py --fast`. Here is the
+# table of tokens/s on a CPU from [BENCHMARKS.md](../lab/BENCHMARKS.md), which also names the machine:
 
 # %% jupyter={"source_hidden": true}
 from IPython.display import Markdown
@@ -307,15 +313,15 @@ Markdown(next(text for text in paragraphs if text.startswith("|") and "transform
 #
 # Compilers have bugs. The one in torch 2.13 takes our attention for a pattern that it knows, and replaces
 # it by code that computes other numbers, without a warning (pytorch issues 195320 and 195383).
-# `machine/blocks.py` turns these patterns off, and `Recorded` still checks every recording against an eager
-# pass on its first real input. (So does `fast` on a CPU, once per model.) **The next cell simulates** such a
-# mistake: its program reads the mask's rows in the order (token, head), while the scores have (head, token).
-# We write a text without the check, then with it.
+# `machine/blocks.py` turns these patterns off, and `Recorded` still checks every recording against an
+# eager pass on its first real input. (So does `fast` on a CPU, once per model.) **The next cell
+# simulates** such a mistake: its program reads the mask's rows in the order (token, head), while the
+# scores have (head, token). We write a text without the check, then with it.
 #
 # **Predict:** does the wrong program change a text of plain decoding? And one that was drafted?
 
 # %% jupyter={"source_hidden": true}
-from machine import standin
+from machine import tolerance
 
 G = c.n_heads // c.n_kv_heads
 
@@ -345,14 +351,15 @@ def by_wrong_program(width, say=lambda message: None):
 
 
 right = generate(model, [prompt], 32)[0][0]
-limits = standin.TOLERANCE
+limits = tolerance.TOLERANCE
 messages = []
-standin.TOLERANCE = dict.fromkeys(limits, torch.inf)            # without the check
+tolerance.TOLERANCE = dict.fromkeys(limits, torch.inf)            # without the check
 texts = {"plain": by_wrong_program(1), "drafted": by_wrong_program(4)}
-standin.TOLERANCE = limits
+tolerance.TOLERANCE = limits
 texts["drafted, checked"] = by_wrong_program(4, messages.append)
+print(f"the right text: {tokenizer.decode(right)!r}")
 for name, text in texts.items():
-    print(f"{name}: {'the right text' if text == right else tokenizer.decode(text)!r}")
+    print(f"{name}: {'the right text' if text == right else repr(tokenizer.decode(text))}")
 print(messages[0])
 assert texts["plain"] == texts["drafted, checked"] == right
 assert G == 1 or texts["drafted"] != right
@@ -398,7 +405,7 @@ for kind, twin in twins.items():
 
 # %% [markdown]
 # That sounds like much. But in a sum over many weights the errors partly cancel, and what counts is what
-# the model *predicts*. So a copy in few bits can draft for the model, without training. We measure how
+# the model *predicts*. So a quantised copy can draft for the model, without training. We measure how
 # often its greedy token is the model's own (alpha), on three stories, and what it reads (c), relative to a
 # pass in bfloat16.
 #
@@ -429,7 +436,7 @@ for kind, one in {"as it is": model, **twins}.items():
         points[kind].append((bytes_of.step(subs) * bytes_of.whole / byte_costs(half).whole, alpha))
 
 # %%
-from control import best_gamma, expected_speedup
+from control import best_gamma
 
 speeds = {}
 for kind, row in points.items():
@@ -457,15 +464,15 @@ assert points["as it is"][-1][1] == 1 and points["int8"][-1][1] > 0.9
 figure
 
 # %% [markdown]
-# The first blocks in few bits, though not by much. At the same c, all blocks in four bits are right far
+# The first blocks, quantised, though not by much. At the same c, all blocks in four bits are right far
 # more often than an exit of the model as it is. But the first blocks are cheaper still, so the best gains
-# hardly differ. (The output head stays in 16 bits here. It is most of what the cheapest
-# drafts read.) By the *clock* such a draft gains only where a product reads the few bits directly. The loop
-# does, for int8 and int4. To save multiplications as well, a draft may round x to int8, too: it only drafts,
-# so the text stays exact. For NF4 the whole matrix is rebuilt each time, which saves memory and no time.
+# hardly differ. (The output head stays in 16 bits here. It is most of what the cheapest drafts read.) By
+# the *clock* such a draft gains only where a product reads the quantised weights directly. The loop does,
+# for int8 and int4. To save multiplications as well, a draft may also round x to int8: it only drafts, so
+# the text stays exact. For NF4 the whole matrix is rebuilt each time, which saves memory and no time.
 #
 # This model was trained for its exits. On one that was not, exits fail and all blocks in four bits gain:
-# [notebook 11](11_a_real_model.ipynb) shows both.
+# [notebook 13](13_a_real_model.ipynb) shows both.
 #
 # ## Two processes, one text
 #
@@ -519,91 +526,6 @@ assert round(eight, 1) == 7.8
 print(f"{worlds[-1]} devices would be {eight:.2f} times as fast as one")
 
 # %% [markdown]
-# ## The same text, to the bit
-#
-# A machine rounds, and how it rounds may depend on the shape of a pass. In bfloat16, two tokens are
-# sometimes so close that the last bit decides between them, and from there on the texts differ. We read the
-# same text in blocks of 1, 2, 3 and 4 tokens, and compare rows of logits, bit by bit, with those of a block
-# of 8: as usual, and by the model that `exactly` returns.
-#
-# **Predict:** of 100 rows, how many are equal in passes as usual?
-
-# %% jupyter={"source_hidden": true}
-from machine.exact import exactly
-
-made = exactly(half)
-line = torch.tensor([prompt + generate(model, [prompt], 48)[0][0]])
-
-
-def equal_rows(one, T, width=8):
-    """The share of rows that are equal in a block of T tokens and at the start of a longer one."""
-    cache = KVCache(c, 1, line.shape[1] + width, one.attention_dtype())
-    prefill(one, line, cache)
-
-    def read(start, count):
-        at = Placement.span(start, start + count)
-        return one.unembed(one.run(one.embed(line[:, start : start + count]), at, cache))[0]
-
-    same = []
-    for start in range(line.shape[1] - width, 9, -1):           # backwards: what lies before stays as it was
-        same += map(torch.equal, read(start, T), read(start, width)[:T])
-    return sum(same) / len(same)
-
-
-for name, one in {"as usual": half, "made exact": made}.items():
-    shares = {T: equal_rows(one, T) for T in (1, 2, 3, 4)}
-    print(f"{name:10}", *(f"blocks of {T}: {share:.0%} of the rows equal" for T, share in shares.items()),
-          sep="   ")
-assert set(shares.values()) == {1.0}, "made exact"
-
-# %% [markdown]
-# How many are equal as usual differs from machine to machine ([a GPU](../lab/BENCHMARKS.md#on-a-gpu)), and
-# from one pair of widths to another, so nothing can be built on it. The loops have one order by
-# construction. So on a CPU `machine/exact.py` makes every pass of them, also that of a prompt. Elsewhere it
-# gives every pass eight rows, by adding dead ones, and lets it read all slots.
-#
-# That settles greedy texts. When we sample, drafting also spends other random numbers than plain decoding
-# does. In a `Race`
-# they belong to places instead: token v arrives after e_v / p_v, with e_v exponential and drawn by seed,
-# position and v. The first to arrive is written; it is v with probability p_v. The draft runs the same race
-# with its q, and a drafted token stays if it won both.
-#
-# **Predict:** of eight texts, how many does a draft leave as they were: as usual, and made exact?
-
-# %%
-from sampling import Coins, Race, to_probs
-
-openings = [checkpoint.encode(tokenizer, line["prompt"], c.bos)[:24] for line in read_prompts("stories")[:8]]
-
-
-def unchanged(one, temperature, coins):
-    def look(logits):
-        return to_probs(logits, temperature)
-
-    count = 0
-    for seed, opening in enumerate(openings):
-        plain, drafted = (generate(one, [opening], 40, drafter, look, coins(seed))[0]
-                          for drafter in (None, SelfDraft(one, exit_subs, 3)))
-        count += plain == drafted
-    return count
-
-
-for temperature in 0, 0.8:
-    usual, exact = unchanged(half, temperature, Coins), unchanged(made, temperature, Race)
-    print(f"temperature {temperature}: {usual} of 8 as usual, {exact} of 8 made exact")
-    assert exact == 8
-
-# %% [markdown]
-# So no drafter can change a token any more. The price is a prompt that is read more slowly, since a library
-# multiplies many rows faster than the loop, and a few more rejections, since two runs of a race agree less
-# often than `verify` accepts. `generate.py --exact` does both.
-#
-# **Try it:** let the second half of the model draft: `range(L, 2 * L)` for `exit_subs`. Which texts change?
-#
-# <details><summary>Answer</summary>
-# Of those made exact, none: a useless draft costs time, never a token.
-# </details>
-#
 # ## Questions
 #
 # Each answer is folded, and so is the cell below it that checks the answer.
@@ -611,7 +533,7 @@ for temperature in 0, 0.8:
 # **1.** How many operations are launched for a block of four tokens, compared with one token?
 #
 # <details><summary>Answer</summary>
-# About as many: a product of four rows is one launch, too. A longer block also needs a mask, which
+# About as many: a product of four rows is also one launch. A longer block also needs a mask, which
 # takes a few launches, and copies where tokens and heads change places. So verifying a draft is cheap
 # even where only launches count.
 # </details>
@@ -637,6 +559,6 @@ assert smaller < blocks <= 16 / 4.1
 print(f"the whole model is {smaller:.2f} times smaller, its blocks {blocks:.2f} times")
 
 # %% [markdown]
-# Next: [a real model](11_a_real_model.ipynb), which was not trained for drafting. Does it pay there?
+# Next: [a real model](13_a_real_model.ipynb), which was not trained for drafting. Does it pay there?
 #
 # In the lab: [beyond](../lab/notebooks/beyond.ipynb), four ideas rebuilt small.

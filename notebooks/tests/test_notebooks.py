@@ -4,11 +4,13 @@ import html
 import io
 import re
 import runpy
+import subprocess
 from pathlib import Path
 
-import jupytext
 import nbformat
 import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 from PIL import Image
 from test_show import STORIES
 from tiny import make_round
@@ -17,7 +19,7 @@ from machine import rows
 from notebooks import plots
 from support.show import Generation
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 execute = runpy.run_path(str(FOLDER / "execute.py"))
 SOURCES = execute["sources"]()
@@ -37,13 +39,46 @@ def test_runs_from_top_to_bottom(path):
 
 @each
 def test_what_is_committed_was_made_from_its_source(path):
-    made = nbformat.read(path.with_suffix(".ipynb"), 4).cells
-    cells, source = ([(c.cell_type, c.source) for c in part] for part in (made, jupytext.read(path).cells))
+    notebook = nbformat.read(path.with_suffix(".ipynb"), 4)
+    assert execute["minutes"](notebook) <= 45, "too long for a sitting"
+    made = notebook.cells
+    source = execute["read"](path).cells
+    cells, source = ([(c.cell_type, c.source) for c in part] for part in (made, source))
     assert cells == source, "run `make notebooks`"
     assert not [o for c in made for o in c.get("outputs", ()) if o.output_type == "error"]
     (best,) = (c for c in made if "gallery" in c.metadata.get("tags", ()))
     picture = base64.b64decode(best.outputs[-1].data["image/png"])
     assert picture == path.with_suffix(".png").read_bytes()
+
+
+def opened(where, repository="", file=None):
+    """What the first cell prints in the folder `where`, and then where it found the repository. file: the
+    notebook's own place, which VS Code reveals."""
+    find = execute["read"](SOURCES[0]).cells[1].source
+    find = find.replace('REPOSITORY = ""', f"REPOSITORY = {repository!r}")
+    if file:
+        find = f"__vsc_ipynb_file__ = {str(file)!r}\n{find}"
+    cells = [nbformat.v4.new_code_cell(source) for source in (find, "print(ROOT)")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": str(where)}}).execute()
+    return [o.text.strip() for cell in notebook.cells for o in cell.outputs]
+
+
+def test_the_first_cell_finds_the_repository(tmp_path):
+    """From its root, and from another folder where the notebook's own place is known."""
+    assert opened(ROOT) == opened(tmp_path, file=FOLDER / "01_forward_pass.ipynb") == [str(ROOT)]
+
+
+def test_a_notebook_opened_alone_fetches_the_repository_or_says_what_to_do(tmp_path):
+    with pytest.raises(CellExecutionError, match="inside a clone of it, or set REPOSITORY above"):
+        opened(tmp_path)
+    far = tmp_path / "far"
+    (far / "notebooks").mkdir(parents=True)
+    (far / "notebooks" / "start.py").write_text("ROOT = 'a clone'", encoding="utf-8")
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "a repository"]):
+        subprocess.run(["git", *command], cwd=far, check=True)
+    assert opened(tmp_path, far.as_uri()) == opened(tmp_path, far.as_uri()) == ["a clone"]
 
 
 def test_pictures_have_few_colours_and_keep_their_hues():

@@ -14,11 +14,6 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-VOCAB = "draft_vocab.json"  # the name of a file with a draft vocabulary
-# separates the documents of a file; its id begins a document and ends an answer
-BOUNDARY = "<|endoftext|>"
-PROMPTS = Path(__file__).resolve().parent / "prompts"
-
 
 def note(topic, line):
     """A line on standard error, beside what a command prints."""
@@ -117,38 +112,7 @@ def read_text(path):
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_texts(path, key, separator):
-    """The texts of a file: under `key` in the lines of a .jsonl file, or else between the
-    separators. Raises ValueError if there is none."""
-    return list(numbered_texts(path, key, separator).values())
-
-
-def numbered_texts(path, key, separator):
-    """{number: text}, as `read_texts`. Numbers count lines, or what lies between the separators,
-    from 1."""
-    jsonl = path.suffix.lower() == ".jsonl"
-    if jsonl:
-        separator = "\n"
-    texts = {}
-    # trap: `splitlines` also splits at U+2028 and others, which a text may hold
-    for i, part in enumerate(read_text(path).split(separator), 1):
-        if not part.strip():
-            continue
-        entry = parse(part) if jsonl else {key: part.strip("\n")}
-        if not isinstance(entry, dict) or not isinstance(entry.get(key), str):
-            raise ValueError(f'{path}, line {i}: expected a JSON object with a text under "{key}"')
-        texts[i] = entry[key]
-    if not texts:
-        raise ValueError(f"{path}: no text in it")
-    return texts
-
-
-def read_prompts(name):
-    """The lines of support/prompts/NAME.jsonl: {"prompt", "text", "source", "licence"}."""
-    return [json.loads(line) for line in read_text(PROMPTS / f"{name}.jsonl").split("\n") if line]
-
-
-def parse(text):
+def parse_json(text):
     """The value of a JSON text; None if it is not valid."""
     try:
         return json.loads(text)
@@ -156,30 +120,8 @@ def parse(text):
         return None
 
 
-def resume(path, header, keys):
-    """Prepare a log for appending: a `header` and lines of JSON objects with these keys. Returns
-    the objects that an earlier run wrote, except a last one that a kill cut off; none if the old
-    header differs. Raises ValueError for a damaged log, and for a folder that holds something
-    else."""
-    text = read_text(path) if path.is_file() else ""
-    found, *lines = map(parse, text.split("\n"))
-    if isinstance(found, dict) and found.keys() == header.keys() and found != header:
-        note(path, "it has another model, text or flags; the search starts anew")
-    elif found != header and path.parent.exists() and any(path.parent.iterdir()):
-        raise ValueError(f"{path.parent} is not empty, and no search made it: name another --out")
-    if found != header:
-        lines = []
-    lines = lines[:-1]      # a whole line ends with a newline, after which nothing is left
-    if not all(isinstance(line, dict) and line.keys() >= keys for line in lines):
-        raise ValueError(f"{path} is damaged, or another program wrote to it: repair it, or name "
-                         "another --out")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, "".join(json.dumps(line) + "\n" for line in [header, *lines]))
-    return lines
-
-
 def read_json(path):
-    content = parse(read_text(path))
+    content = parse_json(read_text(path))
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, whole and valid")
     return content
@@ -242,18 +184,3 @@ def find_weights(folder):
         file = open_with(reader, path, "truncated or damaged safetensors file")
         found |= {name: file.get_slice(name) for name in file.keys()}
     return found
-
-
-def cache_file(name):
-    """The path, in the user's cache folder, of a file that can be made again."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(home):     # ignored, as the XDG specification says
-        home = os.path.expanduser("~/.cache")
-    return Path(home) / "self-speculative-decoding" / name
-
-
-def keep(path, content):
-    """Write bytes to a file in the cache folder. Raises OSError, in one line, if that fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, f".{os.getpid()}") as temporary:
-        temporary.write_bytes(content)

@@ -16,10 +16,10 @@ from exercises.check import answer
 from exercises.tasks import TASKS, choose, file_name
 from sampling import Coins
 from search import climb
-from tests.mistakes import find
+from support.cuts import find
 from verification import verify
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 each_task = pytest.mark.parametrize("task", TASKS, ids=[task.name for task in TASKS])
 
 
@@ -33,7 +33,7 @@ def out(tmp_path):
 def test_a_task_names_tests_that_exist(task):
     for test in task.tests:
         file, name = test.partition("[")[0].split("::")
-        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), test
 
 
 @each_task
@@ -41,7 +41,7 @@ def test_no_bare_assert_reaches_a_student(task):
     """It would say what was false, but neither what was given nor what is wrong: `teach.promise` does."""
     for test in task.tests:
         file, name = test.partition("[")[0].split("::")
-        node = find(ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8")), name)
+        node = find(ast.parse((ROOT / file).read_text(encoding="utf-8")), name)
         assert not [n.lineno for n in ast.walk(node) if isinstance(n, ast.Assert)], test
 
 
@@ -82,19 +82,20 @@ def test_the_specifications_are_true():
 # --- an answer takes its place in the library
 
 
+AGAINST = "    q, ratio, live = against(p, q, tokens, length)"
 REFUSED = [  # number of the exercise, what is changed, and the one line that says so
     (2, ("if scaling is None:", "if scaling is None"), "line 9: this is not Python yet"),
     (3, ("def forward", "def backward"), "`RMSNorm.forward` is not there any more"),
     (5, ("        G = N - 2", "        from numpy import dot as G"), "line 7: it imports numpy; its arrays"),
     (5, ("        G = N - 2", "        from torch import os as G"), "line 7: `os` goes around"),
-    (9, ("    B, K = tokens.shape", "    B = getattr(torch, 'sys').modules"), "line 19: `sys` goes around"),
-    (9, ("    B, K = tokens.shape", "    import test_by_outcomes as B"), "line 19: .* these are the tests"),
+    (9, (AGAINST, "    B = getattr(torch, 'sys').modules"), "line 21: `sys` goes around"),
+    (9, (AGAINST, "    import test_by_outcomes as B"), "line 21: .* these are the tests"),
     (3, ("    def forward", "    def helper(self):\n        return 1\n\n    def forward"),
      "line 2: put `helper` outside of its class"),
-    (9, ("    B, K = tokens.shape", "    return verify_tree(p, tokens, tokens, coins, q)"),
-     "line 19: `verify_tree` would do the work"),
-    (9, ("    B, K = tokens.shape", "    from verification import verify_block as verify_it"),
-     "line 19: `verify_block` would do the work"),
+    (9, (AGAINST, "    return verify_tree(p, tokens, tokens, coins, q)"),
+     "line 21: `verify_tree` would do the work"),
+    (9, (AGAINST, "    from verification import verify_block as verify_it"),
+     "line 21: `verify_block` would do the work"),
     (15, ("    B, K = tokens.shape", "    return verification.verify_block(p, q, tokens, coins)"),
      "line 21: `verify_block` would do the work"),
     (16, ("    @property\n", ""), "line 2: the signature .* under `@property`")]
@@ -222,7 +223,7 @@ def test_one_clear_line_for_each_kind_of_accident(out):
 def test_marks_add_up_whatever_one_answer_does(out, tmp_path):
     """What breaks the grader itself costs no other exercise its marks."""
     put_answer(out, "8", "True", "True")
-    put_answer(out, "9", "B, K = tokens.shape", "B, K = tokens.shape" + " + ()" * 9000)
+    put_answer(out, "9", AGAINST, AGAINST + " + ()" * 9000)
     graded(out, "--gradescope", file := tmp_path / "results.json")
     found = json.loads(file.read_text())
     assert {test["name"]: test["score"] for test in found["tests"] if test["score"]} == {"Coins.choose": 4}

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 5. Layer skipping: a draft is a shorter list
+# # 6. Layer skipping: a draft is a shorter list
 #
 # The model drafts for itself with some of its own sub-layers. It needs no second model and no second
 # cache. A draft is a subsequence of `range(2L)`, and it gains only where alpha > c. Which sub-layers
@@ -28,7 +28,7 @@ print(f"{L} blocks, so sub-layers 0 to {2 * L - 1}: even ones are attentions, od
 #   leave out any attentions and MLPs.
 # - **Nothing skipped**: the draft is the model itself. It is always accepted, and saves nothing.
 #
-# All three are lists. (Kangaroo adds a small trained module behind an exit: notebook 8.) The sub-layers
+# All three are lists. (Kangaroo adds a small trained module behind an exit: notebook 9.) The sub-layers
 # before the first gap compute exactly what the whole model would compute there, so the check need not
 # repeat them, as in LayerSkip. We call them the *shared prefix*.
 
@@ -59,7 +59,7 @@ plots.draw_sublayers(drafts, {name: shared_prefix(subs) for name, subs in drafts
 
 # %%
 from search import Calibration
-from support.files import read_prompts
+from support.texts import read_prompts
 
 stories = [line["text"] for line in read_prompts("stories")]
 text = Calibration(model, tokenizer, stories, 512)              # greedy: p and q are one-hot
@@ -154,7 +154,7 @@ figure
 # %% [markdown]
 # The best exit is neither the most accurate nor the cheapest. The orange squares are two skip sets that
 # were chosen blindly, and are no better than exits of about the same cost. How to choose better is the
-# subject of [the next notebook](06_search.ipynb).
+# subject of [the next notebook](07_search.ipynb).
 #
 # ## Predicted and measured
 #
@@ -209,10 +209,10 @@ figure
 #
 # ## How far to draft? A rule decides
 #
-# A fixed gamma is a compromise. A *rule* decides anew in each round, and no rule can change the text.
-# We follow one of them, **do no harm**. It estimates alpha from what happened to its own drafts. It
-# drafts as far as the formula says, and stops where drafting does not pay off. Stopping is not final.
-# Each round without a draft saves up 1 % of a pass. When that pays for one drafted token, the rule
+# A fixed gamma is a compromise. A *rule* decides in each round how far to draft, and no rule can change
+# the text. We follow one of them, **do no harm**. It estimates alpha from what happened to its own
+# drafts. It drafts as far as the formula says, and stops where drafting does not pay off. Stopping is not
+# final. Each round without a draft saves up 1 % of a pass. When that pays for one drafted token, the rule
 # tries one, in case the text has become easier. (`control.Confidence` instead ends a draft after an
 # unsure token, as Draft & Verify and Kangaroo do; `lab/rules.py` has the rules of other papers.)
 #
@@ -488,13 +488,14 @@ print("with a threshold that no token reaches, each draft has one token:", lengt
 # **4.** The estimate of alpha is exactly c. Should we draft?
 #
 # <details><summary>Answer</summary>
-# It makes no difference for one token: it adds alpha tokens for c passes, and (1 + alpha) / (1 + c) is
-# 1. Two tokens already lose.
+# It makes no difference for one token: it adds alpha tokens for c passes, and
+# (1 + alpha) / (1 + c) is 1. Two tokens already lose.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 assert abs(expected_speedup(0.3, 1, 0.3) - 1) < 1e-12 and expected_speedup(0.3, 2, 0.3) < 1
-print([round(expected_speedup(0.3, gamma, 0.3), 3) for gamma in range(4)])
+for gamma in range(4):
+    print(f"alpha 0.3, c 0.3, gamma {gamma}: {expected_speedup(0.3, gamma, 0.3):.3f} times plain decoding")
 
 # %% [markdown]
-# Next: [search](06_search.ipynb). There are 2^(2L) skip sets. Which one is best?
+# Next: [search](07_search.ipynb). There are 2^(2L) skip sets. Which one is best?

@@ -1,0 +1,306 @@
+"""Where drafts come from, how far they go, and what the loop needs to know of one.
+
+The one thing to remember: no drafter can change the distribution of the text. It hands over tokens
+with the very q that they were drawn from, and the loop does the rest.
+"""
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvcache import KVCache, pick, prefill
+from model import SPARE, Placement, Transformer
+
+
+@dataclass
+class Reuse:
+    """What a draft with the target's own sub-layers computed, and the target's pass need not."""
+    first: int                 # the pass begins at this sub-layer
+    x: torch.Tensor            # (B, K+1, dim) what enters it
+    trace: dict                # {tap: (B, K+1, dim)} of the taps before it
+
+    def cut(self, T: int) -> Reuse:
+        """The same for the first T tokens of the block."""
+        return Reuse(self.first, self.x[:, :T], {tap: x[:, :T] for tap, x in self.trace.items()})
+
+
+@dataclass
+class Draft:
+    """What a drafter proposes, a chain of tokens for each row. (A tree is a `methods.trees.Tree`.)"""
+    tokens: torch.Tensor                # (B, K)
+    q: torch.Tensor | None = None       # (B, K, V) the very tensors that tokens were drawn from;
+    #                                     None: tokens were copied, so q is one-hot
+    length: torch.Tensor | None = None  # (B,) how many of the K are each row's draft; None: all
+    reuse: Reuse | None = None
+
+    @classmethod
+    def none(cls, state):
+        return cls(state.tokens[:, :0])
+
+    def cut(self, K: int) -> Draft:
+        """The first K drafted tokens."""
+        if self.tokens.shape[1] <= K:
+            return self
+        q = None if self.q is None else self.q[:, :K]
+        length = None if self.length is None else self.length.clamp(max=K)
+        reuse = self.reuse and self.reuse.cut(K + 1)
+        return replace(self, tokens=self.tokens[:, :K], q=q, length=length, reuse=reuse)
+
+    def fit(self, state) -> Draft:
+        """The draft as it is verified. Its `length` leaves room in each row for the token after it."""
+        draft = self.cut(max(state.room))
+        K = draft.tokens.shape[1]
+        length = state.send([min(K, room) for room in state.room])
+        if draft.length is not None:
+            length = torch.minimum(length, draft.length)
+        return replace(draft, length=length)
+
+    def place(self, state) -> Placement:
+        """The Placement of its block, which is the last known token and the K drafted ones."""
+        return state.span(0, self.tokens.shape[1] + 1)
+
+    def judge(self, state, r, verify):
+        """Verify the draft by the pass in a Round r. Returns the Round, how many tokens are accepted
+        (B,), and the token after them (B,). A tree turns its Round into the Round of a chain."""
+        return r, *verify(r.p, self.q, self.tokens, state.coins, self.length)
+
+
+class Rule:
+    """How far to draft. `how_far` is called before each draft and `learn` after each round. A rule
+    may have a method `stop`, which `chain` calls after each drawn token. No rule can change the
+    distribution of the text. This one always drafts the same number of tokens."""
+    stop = None
+
+    def __init__(self, gamma: int):
+        if not (isinstance(gamma, int) and gamma >= 0):
+            raise ValueError("gamma, how many tokens to draft, must be a whole number from 0 up, "
+                             f"got {gamma}")
+        self.longest = gamma
+
+    def begin(self, state):
+        """Called before the first round of a run. What was learnt in earlier runs may stay."""
+
+    def how_far(self, state) -> int | list[int]:
+        """How many tokens to draft, for all rows or as a list with a number for each."""
+        return self.longest
+
+    def learn(self, state, r):
+        """Called after a Round r."""
+
+
+class Drafter:
+    """Where drafts come from. This one drafts nothing, which is plain decoding.
+
+    A whole number as `rule` stands for a Rule that always drafts so many. `taps` are the target's
+    sub-layers whose outputs the drafter reads. `begin` gets the outputs for the prompt, and
+    `Round.trace` holds those of a round.
+    """
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, rule: Rule | int = 0):
+        self.rule = rule if isinstance(rule, Rule) else Rule(rule)
+
+    def begin(self, state, trace):
+        """Called once the prompt is read. trace is {tap: (B, T, dim)}."""
+        self.rule.begin(state)
+
+    def propose(self, state) -> Draft:
+        """The next Draft."""
+        return Draft.none(state)
+
+    def observe(self, state, r):
+        """Called after a Round r, to learn from it."""
+        self.rule.learn(state, r)
+
+    def ahead(self, state, r):
+        """The drafter that goes on after a Round r that may yet be taken back (see
+        `methods.within`): the same, as long as it drafts from the known tokens alone."""
+        return self
+
+
+def observed(drafter, state, r):
+    """A copy of the drafter that has observed r, to be dropped if r is taken back. What the two
+    share are tensors addressed by slots: no slot of r is read before it is written again."""
+    copied = copy.copy(drafter)
+    copied.observe(state, r)
+    return copied
+
+
+class Wrapper(Drafter):
+    """A drafter around others, which forwards each call to all and takes the draft of the first."""
+
+    def __init__(self, *drafters: Drafter):
+        self.drafters = drafters
+        self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
+
+    def begin(self, state, trace):
+        for drafter in self.drafters:
+            drafter.begin(state, trace)
+
+    def propose(self, state):
+        return self.drafters[0].propose(state)
+
+    def observe(self, state, r):
+        for drafter in self.drafters:
+            drafter.observe(state, r)
+
+
+def wanted(state, rule: Rule) -> list[int]:
+    """How many tokens each row drafts, with room for the token after them."""
+    gammas = rule.how_far(state)
+    if isinstance(gammas, int):
+        gammas = [gammas] * len(state.left)
+    return [min(gamma, room) for gamma, room in zip(gammas, state.room, strict=True)]
+
+
+def chain(state, step, rule):
+    """Draw a chain of tokens one by one, as every drafter with a model does. Returns a Draft.
+
+    step(token (B, 1), k) reads `token`, which stands k tokens after the last known one, and returns
+    the raw logits (B, 1, V) of the token after it. After each draw, a rule's stop(k, logits (B, V),
+    token (B,)) returns a list of bools, which tells the rows that stop there. *The drawn token
+    stays*, because discarding it for its value would change the distribution of the text. While any
+    row goes on, all rows draw and spend uniforms:
+
+        row 0   a b c d   length 4
+        row 1   a ! . .   length 2: it stopped at "!", which is still part of its draft
+    """
+    lengths = wanted(state, rule)
+    token = state.last()
+    tokens = []
+    qs = []
+    while len(tokens) < max(lengths):
+        k = len(tokens)
+        logits = step(token, k)                                                 # (B, 1, V)
+        q = state.coins.settle(state.probs(logits), state.n[:, None], k - 1)
+        token = state.coins.choose(q)                                           # (B, 1)
+        tokens.append(token)
+        qs.append(q)
+        if rule.stop:   # here, and only here, a chain waits for the device
+            for b, stops in enumerate(rule.stop(k, logits[:, 0], token[:, 0])):
+                if stops:
+                    lengths[b] = min(lengths[b], k + 1)
+    if not tokens:
+        return Draft.none(state)
+    return Draft(torch.cat(tokens, 1), torch.cat(qs, 1), state.send(lengths))
+
+
+# --- two drafters that need nothing from the target
+
+
+class NGram(Drafter):
+    """Prompt lookup (Saxena 2023): copy what followed the previous occurrence of the text's last n
+    tokens. All are copied at once, so a rule that stops between tokens raises ValueError."""
+
+    def __init__(self, rule: Rule | int, n: int):
+        super().__init__(rule)
+        if n < 1:
+            raise ValueError(f"n, the number of tokens to look up, must be at least 1, got {n}")
+        if self.rule.stop:
+            raise ValueError("an n-gram is copied at once, with no logits to stop at: give it a "
+                             "rule without a stop, or a whole number")
+        self.n = n
+
+    def begin(self, state, trace):
+        super().begin(state, trace)
+        self.index = [{} for _ in state.known]  # n-gram -> position after its last occurrence
+        self.done = [0] * len(state.known)      # how many n-grams of each row are in the index
+        self.enter(state)
+
+    def observe(self, state, r):
+        super().observe(state, r)
+        self.enter(state)
+
+    def enter(self, state):
+        for b, text in enumerate(state.known):
+            last = len(text) - self.n  # where the final n-gram starts, which nothing follows yet
+            for i in range(self.done[b], last):
+                self.index[b][tuple(text[i : i + self.n])] = i + self.n
+            self.done[b] = max(self.done[b], last)
+
+    def found(self, state):
+        """The ids after the previous occurrence of each row's final n-gram; empty if it is new."""
+        hits = []
+        for b, length in enumerate(wanted(state, self.rule)):
+            text = state.known[b]
+            first = self.index[b].get(tuple(text[-self.n :]), len(text))
+            hits.append(text[first : first + length])
+        return hits
+
+    def propose(self, state):
+        hits = self.found(state)
+        K = max(map(len, hits))
+        if K == 0:
+            return Draft.none(state)
+        tokens = state.send([hit + [0] * (K - len(hit)) for hit in hits])       # (B, K)
+        return Draft(tokens, None, state.send([len(hit) for hit in hits]))
+
+
+class ModelDraft(Drafter):
+    """Draft with a smaller model of the same vocabulary, or with some sub-layers of one. It has its
+    own cache (Leviathan et al. 2023).
+
+    Before each draft it reads the tokens it has not read yet, at least the last two known ones.
+    After a fully accepted draft two are missing, the last drafted token and the bonus token.
+    Otherwise one is. Reading a token again only rewrites the same keys and values, so both cases
+    share this code.
+    """
+    ahead = observed
+
+    def __init__(self, model: Transformer, rule: Rule | int, sublayers: Sequence[int] | None = None):
+        super().__init__(rule)
+        self.model = model
+        self.sublayers = sublayers
+        self.held = [0]     # of each row: how many slots agree with the text
+        self.unread = 1     # tokens that it reads before it drafts the first one
+
+    def begin(self, state, trace):
+        super().begin(state, trace)
+        c = self.model.c
+        vocab = state.model.c.vocab_size
+        needed = state.tokens.shape[1] - SPARE
+        if c.vocab_size != vocab:
+            raise ValueError(f"the draft model's vocabulary is {c.vocab_size}, the target's "
+                             f"{vocab}")
+        if c.max_len < needed:
+            raise ValueError(f"the draft model's context is {c.max_len}, but prompt and answer "
+                             f"need {needed}")
+        dtype = self.model.attention_dtype()
+        self.cache = KVCache(c, *state.tokens.shape, dtype, state.tokens.device)
+        prompts = state.tokens[:, : max(state.lengths)]
+        prefill(self.model, prompts, self.cache, sublayers=self.sublayers)
+        self.held = state.lengths
+        self.unread = 1
+
+    def run(self, tokens, at):
+        return self.model.run(self.model.embed(tokens), at, self.cache, self.sublayers)
+
+    def propose(self, state):
+        lengths = state.lengths
+        unread = [n - held for n, held in zip(lengths, self.held, strict=True)]
+        T = min(max(lengths), max(2, *unread))
+
+        def step(token, k):
+            if k > 0:
+                return self.model.unembed(self.run(token, state.span(k, k + 1)))
+            at, last = state.back(T, 1)
+            return self.model.unembed(pick(self.run(state.read(at.slots), at), last))
+
+        draft = chain(state, step, self.rule)
+        K = draft.tokens.shape[1]
+        if K > 0:   # all but the last drafted token are read; `observe` drops the rejected ones
+            self.held = [n + K - 1 for n in lengths]
+        return draft
+
+    def observe(self, state, r):
+        super().observe(state, r)
+        # A row may have drafted less than the longest one, or another drafter may have continued
+        # its draft. The last accepted token may be a sibling, which this drafter has not read.
+        rows = zip(state.known, r.new, r.accepted.tolist(), strict=True)
+        agree = [len(text) - len(new) + kept - 1 for text, new, kept in rows]
+        self.held = list(map(min, self.held, agree))
+        missing = (len(text) - n for text, n in zip(state.known, self.held, strict=True))
+        self.unread = max(missing)

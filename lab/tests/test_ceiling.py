@@ -1,0 +1,56 @@
+"""The most that a draft can bring, against every continuation of a small model; and what `check` reads."""
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from tiny import PROMPTS, command
+
+from control import weight_costs
+from lab.bench import __main__ as bench
+from lab.bench import ceiling
+from lab.bench.shared import WEIGHTS
+from model import Transformer
+from sampling import to_probs
+from search import Teacher
+
+sampled = partial(to_probs, temperature=1.0)
+call = command(bench.main)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_no_tree_of_three_tokens_beats_the_best_tree(models, family):
+    """The sum of the three largest chances of all continuations of up to three tokens, at two places."""
+    m = models[family]
+    V = m.c.vocab_size
+    spots = []
+    want = 0.0
+    for ids, n in zip(PROMPTS, (len(PROMPTS[0]), 2), strict=False):
+        spots.append((Teacher(m, ids, sampled), n))
+        known = torch.tensor(ids[:n])
+        chances = {(): 1.0}
+        for length in range(3):
+            paths = list(product(range(V), repeat=length))
+            texts = torch.cat([known.expand(len(paths), n), torch.tensor(paths).long()], 1)
+            for path, p in zip(paths, sampled(m(texts)[:, -1]), strict=True):
+                chances |= {(*path, t): chances[path] * float(p[t]) for t in range(V)}
+        want += sum(sorted((x for path, x in chances.items() if path), reverse=True)[:3])
+    got = ceiling.best_trees(spots, (1, 3), sampled)
+    assert got[3] == pytest.approx(1 + want / 2) and 1 < got[1] < got[3]
+
+
+def test_what_lookup_copies_along_a_text():
+    """After 5 6 5 it copies the 6, and after 5 6 5 6 the 5. After 5 6 and after the 1 nothing is found."""
+    p = torch.arange(40.0).view(1, 5, 8)
+    assert ceiling.copied([5, 6, 5, 6, 1], 2, p).tolist() == [0, p[0, 2, 6], p[0, 3, 5], 0]
+
+
+def test_check_reads_a_model_in_few_passes(call, monkeypatch):
+    """The hundreds that it took once were eight minutes for a model of half a billion weights."""
+    passes = []
+    run = Transformer.run
+    monkeypatch.setattr(Transformer, "run", lambda *a, **how: passes.append(1) or run(*a, **how))
+    monkeypatch.setattr(ceiling, "kept_costs", lambda model: weight_costs(model.c))
+    status, out, _ = call("check", "--model", WEIGHTS / "stories-draft")
+    assert status == 0 and "| itself in int4 |" in out and "| any 16 tokens |" in out
+    assert len(passes) < 320

@@ -1,0 +1,210 @@
+"""What all trained heads share. A trained head is a small module on a frozen model that drafts for
+it.
+
+A head learns to predict the model's next tokens from states that the model computes anyway. The
+model does not change, and neither does its text. Each kind is a file of its own: what it is, what
+it learns to predict, and how it drafts.
+"""
+from collections import Counter
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+import torch
+import torch.nn.functional as F
+
+from control import MOST
+from drafter import Drafter, observed
+from kvcache import KVCache, pick
+from layerskip import same_model
+from methods.trees import Siblings
+from model import Placement, Transformer
+
+
+def unit(x):
+    """x (..., dim), each vector scaled to a root mean square of 1, as the final norm does
+    anyway."""
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def graft(model, first, count, hidden_dim=None, kind=Transformer):
+    """A Transformer, of this kind, that shares embedding, final norm and head with the model, and
+    has `count` blocks of its own. They start as copies of the model's from block `first` on, with
+    the first hidden_dim units of their MLPs. They attend to the whole text, without a sliding
+    window."""
+    last = model.c.n_layers - 1
+    units = hidden_dim or model.c.hidden_dim
+    c = replace(model.c, n_layers=count, hidden_dim=units, window=None)
+    own = kind(replace(c, vocab_size=1, tied=True)).to(model.tok.device, model.tok.dtype)
+    own.c = c
+    own.tok = model.tok
+    own.norm = model.norm
+    own.head = model.head
+    own.scale = model.scale
+    for i, mine in enumerate(own.blocks, first):
+        like = model.blocks[min(i, last)]
+        for name, p in mine.named_parameters():
+            w = attrgetter(name)(like)
+            if not isinstance(w, torch.Tensor):     # quantised
+                w = w.full(p.dtype)
+            if name == "mlp.gate_up":
+                w = w.unflatten(0, (2, -1))[:, :units].flatten(0, 1)
+            p.data.copy_(w[:, :units] if name == "mlp.down" else w)
+    return own
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one drafted token costs: `trunk` blocks of the model, `weights` of the head's own and the
+    share `output` of the output head. `reads` tells whether its attention covers the whole text,
+    and `longest` is the longest draft."""
+    weights: float
+    trunk: int = 0
+    output: float = 1.0
+    reads: bool = False
+    longest: int = MOST
+
+
+class Head:
+    """What all kinds share, and what a new kind declares.
+
+    It has `predict(tokens (B, T), trace, cache)` for training, which yields (k, logits (B, N, V)):
+    row n is what the head says of the token k places after the next one. trace holds the target's
+    states at `taps`, and cache its keys and values of the text. For drafting it has `chains`.
+    """
+    kind = ""           # its name
+    shape = {}          # the arguments of its constructor
+    model = None        # the frozen model
+    own = None          # a Transformer of a few blocks of its own that shares all else; see `graft`
+    weights = None      # a module that holds all that is trained
+    taps = ()           # the states of the target that it reads
+    price = None        # a Price: what a drafted token costs
+    branches = False    # whether any node of its trees may have children, or only first children
+    ranks = ()          # the chance that the model's greedy token is its first, second, ... choice
+
+    def state(self, trace):
+        """What it reads of a trace. (B, T, taps * dim)"""
+        return torch.cat([trace[tap] for tap in self.taps], -1)
+
+    def count(self):
+        """The number of its own weights."""
+        return sum(p.numel() for p in self.weights.parameters())
+
+    def predict(self, tokens, trace, cache):
+        raise NotImplementedError
+
+    def chains(self, rule):
+        """The drafter of chains with this head."""
+        raise NotImplementedError
+
+    def drafter(self, rule, shape=None):
+        """A drafter of chains, or of trees of this shape, a list of parents."""
+        families = Counter(shape).values()      # how many children each parent has
+        widths = [sum(size > i for size in families) for i in range(1, max(families, default=0))]
+        if widths:
+            return Siblings(self.chains(rule), widths)
+        return self.chains(rule)
+
+
+# --- drafting: a head gets what it reads as `taps` of the prompt and of every round, so it follows
+# the text even when another drafter drafts
+
+
+class Reader(Drafter):
+    """A drafter with its own block, whose cache holds the text and, while it drafts, its draft.
+
+    It keeps the target's states of all written tokens, also from rounds in which another drafter
+    drafts, and its block reads them before its own next draft. After two such rounds:
+
+        slot      0  1  2  3  4  5  6
+        token     a  b  c  d  e  f  g       g is the last known token: the target has not run it yet
+        noted     a  b  c  d  e  f  .       the target's state of each (if late = 1: a slot later)
+        cache     a  b  c  .  .  .  .       held: 3 slots agree with the text; unread: d, e, f
+
+    Reading a token again is harmless: in a batch each row reads as many tokens as the row that
+    misses the most. What a rejected draft left in the cache is overwritten before it is read.
+    """
+    # the block reads the state of a token together with the token that many places after it
+    late = 0
+    ahead = observed
+
+    def __init__(self, head, *args):
+        super().__init__(*args)
+        self.head = head
+        self.own = head.own
+        self.taps = head.taps
+        self.unread = 0
+        self.held = [0]     # of each row: how many slots of the cache agree with the text
+        self.widest = self.own.widest
+
+    def begin(self, state, trace):
+        same_model(self.head.model, state)
+        super().begin(state, trace)
+        x = self.head.state(trace)                                              # (B, T, taps * dim)
+        B, T, dim = x.shape
+        S = state.tokens.shape[1]
+        self.rows = torch.arange(B, device=x.device)[:, None]                   # (B, 1)
+        self.noted = x.new_zeros(B, S, dim)
+        self.noted[:, self.late : self.late + T] = x
+        self.cache = KVCache(self.own.c, B, S, self.own.attention_dtype(), x.device)
+        for first in range(0, T, 256):
+            at = Placement.span(first, min(first + 256, T), x.device)
+            self.own.run(self.inputs(state, at.slots), at, self.cache, [0])
+        self.held = [len(text) - 1 for text in state.known]
+        self.unread = self.late
+
+    def observe(self, state, r):
+        super().observe(state, r)
+        x = self.head.state(r.trace)  # (B, K+1, taps * dim)
+        T = x.shape[1]
+        lengths = [len(row) for row in r.new]
+        if len(lengths) == 1:   # the round of one row is a slice, which is faster
+            first = len(state.known[0]) - lengths[0] + self.late - 1
+            self.noted[:, first : first + T] = x
+        else:
+            steps = torch.arange(self.late - 1, self.late - 1 + T, device=x.device)
+            slots = state.after(steps - state.send(lengths)[:, None])
+            self.noted[self.rows, slots] = x    # `scatter_` takes eight times as long
+        missing = [len(text) - held for text, held in zip(state.known, self.held, strict=True)]
+        self.unread = self.late - 1 + max(missing)
+
+    def inputs(self, state, slots):
+        """What was noted at `slots` (B or 1, T), which the block reads. (B, T, taps * dim)"""
+        return self.noted[self.rows, slots]
+
+    def catch_up(self, state, sublayers=None):
+        """Read what is unread, at least one token. Returns the block's output at each row's last
+        token. (B, 1, dim)"""
+        for start in range(self.late - self.unread, self.late, self.widest):
+            stop = min(start + self.widest, self.late)
+            at, last = state.back(stop - start, stop)
+            x = self.own.run(self.inputs(state, at.slots), at, self.cache, sublayers)
+        self.held = [len(text) - 1 + self.late for text in state.known]
+        self.unread = 0
+        return pick(x, last)
+
+
+class LastState(Drafter):
+    """Keeps the state of the last token read."""
+    ahead = observed
+
+    def __init__(self, head, rule):
+        super().__init__(rule)
+        self.head = head
+        self.taps = head.taps
+
+    def begin(self, state, trace):
+        same_model(self.head.model, state)
+        super().begin(state, trace)
+        # a prompt of one token has no token before D: its first draft uses D's own state
+        self.trace = trace
+        self.index = [max(0, len(text) - 2) for text in state.known]
+
+    def observe(self, state, r):
+        super().observe(state, r)
+        # trap: within `Then`, r.accepted counts only this drafter's part
+        self.trace = r.trace
+        self.index = [max(0, len(row) - 1) for row in r.new]
+
+    def last(self, state):
+        """The state of each row's last token read. (B, 1, dim)"""
+        return pick(self.trace[self.taps[0]], state.send(self.index)[:, None])

@@ -1,0 +1,103 @@
+"""EAGLE (arXiv 2401.15077): one block drafts from the model's final states, token after token."""
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from drafter import chain
+from methods.base import Head, Price, Reader, graft, unit
+from model import Placement, Transformer
+
+
+class EagleBlock(Transformer):
+    """The block of an Eagle, which takes what `Eagle.join` made, or one state for each token."""
+
+    def enter(self, x):
+        """(B, T, dim + n * dim) -> (B, T, dim)"""
+        x, before = x.tensor_split([self.c.dim], -1)
+        if before.shape[-1] > self.c.dim:       # n states of the target, not the block's own
+            states = before.unflatten(-1, (-1, self.c.dim))
+            before = F.linear(unit(states).flatten(-2), self.mix)
+        return x + F.linear(unit(before), self.matrix)
+
+
+class Eagle(Head):
+    """EAGLE (arXiv 2401.15077): a block that reads each token's embedding and the final state of
+    the token before it, from which the target chose it. After a drafted token it reads its own
+    output instead. The paper maps both with one matrix (dim, 2 dim); ours, (dim, dim), maps the
+    state and starts at zero.
+
+    It is trained on the first token of a draft, and on the second, which reads the block's output
+    (HASS, arXiv 2408.15766); later tokens are drafted like the second.
+
+    fused: it reads a mix of the final state and of the states after a quarter and half of the
+    blocks (EAGLE-3, arXiv 2503.01840, section 3.1), at first the final state alone.
+    """
+    kind = "eagle"
+    reach = 2   # steps that it is trained on; more can be evaluated
+
+    def __init__(self, model, fused=False):
+        L = model.c.n_layers
+        dim = model.c.dim
+        self.model = model
+        self.shape = {"fused": bool(fused)}
+        blocks = (L // 4, L // 2, L) if fused else (L,)
+        self.taps = [2 * max(1, b) - 1 for b in blocks]
+        self.own = graft(model, 0, 1, kind=EagleBlock)
+        self.own.matrix = nn.Parameter(model.tok.new_zeros(dim, dim))
+        self.weights = nn.Module()
+        self.weights.blocks = self.own.blocks
+        if fused:       # (dim, 3 dim): at first the final state alone
+            self.own.mix = nn.Parameter(F.pad(torch.eye(dim).to(model.tok), (2 * dim, 0)))
+            self.weights.mix = self.own.mix
+        self.weights.matrix = self.own.matrix
+        self.price = Price(self.count(), reads=True)
+
+    def join(self, tokens, before):
+        """Embeddings of tokens (B, T) beside the states (B, T, n * dim) of those before them."""
+        return torch.cat([self.own.embed(tokens), before], -1)
+
+    def predict(self, tokens, trace, cache):
+        T = tokens.shape[1]
+        device = tokens.device
+        ones = torch.ones(T, T, dtype=torch.bool, device=device)
+        positions = torch.arange(T, device=device)[None]
+        before = self.state(trace)
+        inputs = []                         # of all steps so far: each token once per step
+        seen = []                           # the rows of the mask: who sees whom among them
+        for k in range(1, 1 + self.reach):
+            moved = F.pad(before, (0, 0, 1, 0))[:, :-1]     # the state of the token before each
+            inputs.append(self.own.enter(self.join(tokens, moved)))
+            text = ones.tril(1 - k)                         # keys of the first step
+            drafted = [ones.tril(d).triu(d) for d in range(2 - k, 1)]   # one key of each later step
+            seen = [F.pad(rows, (0, T)) for rows in seen]
+            seen.append(torch.cat([text, *drafted], 1))
+            slots = torch.arange(k * T, device=device)[None]
+            at = Placement(positions.repeat(1, k), slots, 0, k * T, torch.cat(seen)[None])
+            x = self.own.run(torch.cat(inputs, 1), at)[:, -T:]
+            before = x.detach()
+            yield k, self.own.unembed(x[:, k:])
+
+    def chains(self, rule):
+        return EagleDraft(self, rule)
+
+
+class EagleDraft(Reader):
+    """A block that reads a token and the final state of the token before it; for a drafted token,
+    its own output instead of that state (EAGLE, arXiv 2401.15077). It reads D last, with all unread
+    tokens."""
+    late = 1
+
+    def inputs(self, state, slots):
+        tokens = state.read(slots.expand(len(self.noted), -1))
+        return self.own.enter(self.head.join(tokens, super().inputs(state, slots)))
+
+    def propose(self, state):
+        def step(token, k):
+            if k == 0:
+                self.said = self.catch_up(state)
+            else:
+                x = self.own.enter(self.head.join(token, self.said))
+                self.said = self.own.run(x, state.span(k, k + 1), self.cache)
+            return self.own.unembed(self.said)                                  # (B, 1, V)
+
+        return chain(state, step, self.rule)

@@ -1,0 +1,53 @@
+"""Kangaroo (arXiv 2404.18911): exit after some blocks, through a small adapter of its own. And
+lucidrains' "extra block", where the adapter is a whole block."""
+from layerskip import SelfDraft, early_exit
+from methods.base import Head, Price, Reader, graft
+from model import Placement
+
+
+class ExitBlock(Head):
+    """An exit with its own block, which reads a copy of the state, so that the trunk is untouched
+    (lucidrains' "extra block"). Raises ValueError for a block that the model does not have."""
+    kind = "exit_block"
+    sublayers = [0, 1]
+    lacks = ()
+
+    def __init__(self, model, exit_layer):
+        self.taps = early_exit(model.c.n_layers, exit_layer)[-1:]
+        self.model = model
+        self.shape = {"exit_layer": exit_layer}
+        self.own = graft(model, exit_layer, 1)
+        for part in self.lacks:
+            delattr(self.own.blocks[0], part)
+        self.weights = self.own.blocks
+        self.price = Price(self.count(), trunk=exit_layer, reads=True)
+
+    def predict(self, tokens, trace, cache):
+        at = Placement.span(0, tokens.shape[1], tokens.device)
+        x = self.own.run(trace[self.taps[0]], at, sublayers=self.sublayers)
+        yield 0, self.own.unembed(x)
+
+    def chains(self, rule):
+        return ExitDraft(self, rule)
+
+
+class Kangaroo(ExitBlock):
+    """The adapter of Kangaroo (arXiv 2404.18911, section 3.1): attention without an MLP."""
+    kind = "kangaroo"
+    sublayers = [0]
+    lacks = "mlp", "mlp_norm", "mlp_post"
+
+
+class ExitDraft(Reader, SelfDraft):
+    """Early exit with an adapter before the model's head (Kangaroo, arXiv 2404.18911), whose cache
+    holds the text before D. The paper's second early exit is a rule: `control.Confidence(0.6)`."""
+
+    def __init__(self, head, rule):
+        sublayers = early_exit(head.model.c.n_layers, head.price.trunk)
+        super().__init__(head, head.model, sublayers, rule)
+
+    def logits(self, state, x, k):
+        if self.unread:     # only keys and values are needed: run the attention alone
+            self.catch_up(state, [0])
+        x = self.own.run(x, state.span(k, k + 1), self.cache, self.head.sublayers)
+        return self.own.unembed(x)

@@ -1,0 +1,82 @@
+"""Medusa (arXiv 2401.10774): one head for each of the next tokens, all from one state."""
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from drafter import chain
+from methods.base import Head, LastState, Price, unit
+from methods.trees import branch
+
+
+class Medusa(Head):
+    """Residual blocks on the final state (Medusa, arXiv 2401.10774, section 2.1): head k computes W
+    (x + silu(W_k x)), where W_k starts at zero, and W is the model's final norm and output head. In
+    the paper each head trains a W of its own, which with a large vocabulary is much larger than
+    W_k.
+
+    markov: the rank of a bias from the token before, W_2 W_1[token] (DeepSpec's DSpark), shared by
+    all heads; 0: none. With it a head knows what the head before it drafted.
+    """
+    kind = "medusa"
+    branches = True
+
+    def __init__(self, model, heads, markov=0):
+        dim = model.c.dim
+        V = model.c.vocab_size
+        self.model = model
+        self.steps = heads
+        self.shape = {"heads": heads, "markov": markov}
+        self.taps = [2 * model.c.n_layers - 1]
+        self.weights = nn.ParameterDict({"inner": model.tok.new_zeros(heads, dim, dim)})
+        self.price = Price(self.count() / heads + markov * V, longest=heads)
+        if markov:
+            noise = torch.randn(V, markov, generator=torch.Generator().manual_seed(0))
+            self.weights.before = nn.Parameter(0.02 * noise.to(model.tok))
+            self.weights.bias = nn.Parameter(model.tok.new_zeros(V, markov))
+
+    def after(self, x, k, before):
+        """The raw logits (B, T, V) of head k, from 0 on, after final states x (B, T, dim): for the
+        token k + 1 places after the next. before (B, T): the token before that one."""
+        w = self.weights
+        x = unit(x)
+        logits = self.model.unembed(x + F.silu(F.linear(x, w.inner[k])))
+        if self.shape["markov"]:
+            logits = logits + F.linear(F.embedding(before, w.before), w.bias)
+        return logits
+
+    def predict(self, tokens, trace, cache):
+        x = trace[self.taps[0]]
+        for k in range(1, self.steps + 1):
+            yield k, self.after(x[:, :-k], k - 1, tokens[:, k:])
+
+    def drafter(self, rule, shape=None):
+        return MedusaDraft(self, rule, shape)
+
+
+class MedusaDraft(LastState):
+    """All tokens at once: none depends on the others (Medusa, arXiv 2401.10774).
+
+    shape: None for a chain; else the parents of a tree, as `methods.trees.best_tree` makes them.
+    All rows draft as many of its levels as the rule says for any row. Raises ValueError for more
+    levels than heads.
+    """
+
+    def __init__(self, head, rule, shape=None):
+        super().__init__(head, rule)
+        self.shape = shape
+        if self.rule.longest > head.steps:
+            raise ValueError(f"{head.steps} heads cannot draft {self.rule.longest} tokens: "
+                             "one token each")
+
+    def propose(self, state):
+        last = self.last(state)
+        said = []
+
+        def step(token, k):
+            said.append(self.head.after(last, k, token))
+            return said[-1]                                                     # (B, 1, V)
+
+        draft = chain(state, step, self.rule)
+        if said and self.shape:
+            return branch(state, draft, torch.cat(said, 1), self.shape)
+        return draft

@@ -1,0 +1,41 @@
+"""Texts in files: documents, the prompts of a batch, and the prompts that this project is measured
+on."""
+import json
+from pathlib import Path
+
+from files import parse_json, read_text
+
+# separates the documents of a file; its id begins a document and ends an answer
+BOUNDARY = "<|endoftext|>"
+PROMPTS = Path(__file__).with_name("prompts")
+
+
+def read_texts(path, key, separator):
+    """The texts of a file: under `key` in the lines of a .jsonl file, or else between the
+    separators. Raises ValueError if there is none."""
+    return list(numbered_texts(path, key, separator).values())
+
+
+def numbered_texts(path, key, separator):
+    """{number: text}, as `read_texts`. Numbers count lines, or what lies between the separators,
+    from 1."""
+    jsonl = path.suffix.lower() == ".jsonl"
+    if jsonl:
+        separator = "\n"
+    texts = {}
+    # trap: `splitlines` also splits at U+2028 and others, which a text may hold
+    for i, part in enumerate(read_text(path).split(separator), 1):
+        if not part.strip():
+            continue
+        entry = parse_json(part) if jsonl else {key: part.strip("\n")}
+        if not isinstance(entry, dict) or not isinstance(entry.get(key), str):
+            raise ValueError(f'{path}, line {i}: expected a JSON object with a text under "{key}"')
+        texts[i] = entry[key]
+    if not texts:
+        raise ValueError(f"{path}: no text in it")
+    return texts
+
+
+def read_prompts(name):
+    """The lines of support/prompts/NAME.jsonl: {"prompt", "text", "source", "licence"}."""
+    return [json.loads(line) for line in read_text(PROMPTS / f"{name}.jsonl").split("\n") if line]
