@@ -29,7 +29,7 @@ class Reuse:
 
 @dataclass
 class Draft:
-    """What a drafter proposes, a chain of tokens for each row. (A tree is a `methods.trees.Tree`.)"""
+    """What a drafter proposes, a chain of tokens for each row. (For trees see `methods.trees`.)"""
     tokens: torch.Tensor                # (B, K)
     q: torch.Tensor | None = None       # (B, K, V) the very tensors that tokens were drawn from;
     #                                     None: tokens were copied, so q is one-hot
@@ -50,7 +50,7 @@ class Draft:
         return replace(self, tokens=self.tokens[:, :K], q=q, length=length, reuse=reuse)
 
     def fit(self, state) -> Draft:
-        """The draft as it is verified. Its `length` leaves room in each row for the token after it."""
+        """The draft as it is verified. `length` leaves room in each row for the token after it."""
         draft = self.cut(max(state.room))
         K = draft.tokens.shape[1]
         length = state.send([min(K, room) for room in state.room])
@@ -63,8 +63,8 @@ class Draft:
         return state.span(0, self.tokens.shape[1] + 1)
 
     def judge(self, state, r, verify):
-        """Verify the draft by the pass in a Round r. Returns the Round, how many tokens are accepted
-        (B,), and the token after them (B,). A tree turns its Round into the Round of a chain."""
+        """Verify the draft by the pass in a Round r. Returns the Round, how many tokens are
+        accepted (B,), and the token after them (B,). A tree returns the Round of a chain."""
         return r, *verify(r.p, self.q, self.tokens, state.coins, self.length)
 
 
@@ -250,7 +250,8 @@ class ModelDraft(Drafter):
     """
     ahead = observed
 
-    def __init__(self, model: Transformer, rule: Rule | int, sublayers: Sequence[int] | None = None):
+    def __init__(self, model: Transformer, rule: Rule | int,
+                 sublayers: Sequence[int] | None = None):
         super().__init__(rule)
         self.model = model
         self.sublayers = sublayers

@@ -1,5 +1,5 @@
-"""This keeps the text exact. Drafted tokens are tested, and the next token is drawn from the residual.
-p is the target's distribution, q the draft's.
+"""This keeps the text exact. Drafted tokens are tested, and the next token is drawn from the
+residual. p is the target's distribution, q the draft's.
 
 The one thing to remember: where nothing was drafted, q = 0 and max(p - q, 0) is simply p. One
 formula therefore covers the bonus token, drafts of different lengths and plain decoding.
@@ -107,8 +107,8 @@ def against(p, q, tokens, length=None):
 
 def next_token(p, q, accepted, live, coins, weight=None):
     """The token after the accepted ones (B,). After a rejection it comes from the residual
-    max(p - q, 0), and otherwise from p, because q = 0 there. A `weight` (B, K+1) multiplies the p of
-    the residual."""
+    max(p - q, 0), and otherwise from p, because q = 0 there. A `weight` (B, K+1) multiplies the
+    residual's p."""
     row = torch.arange(len(p), device=p.device)
     rejected = accepted < live.sum(1)                                           # (B,)
     p = p[row, accepted]                                                        # (B, V)

@@ -1,5 +1,6 @@
-"""Test the grader: a stub is "to do"; the library's own code and right answers written differently pass; a
-wrong answer fails with a message that names its mistake. Each case of "Diagnose" fails its test.
+"""Test the grader. A stub must be "to do". The library's own code and right answers written
+differently must pass. A wrong answer must fail with a message that names its mistake, and so must
+each case of "Diagnose".
 
     python exercises/check.py [WORDS]      only exercises whose names contain one of the words, or diagnose
 """
@@ -59,8 +60,8 @@ NUMBERS = set("cap head_dim theta end window start temperature top_k top_p min_p
 
 
 def traps(task):
-    """(kind, text, words of the message) for each function: the original in a wrapper that makes a mistake,
-    such as changing an argument."""
+    """(kind, text, words of the message) for each function: the original in a wrapper that makes a
+    mistake, such as changing an argument."""
     for name in task.functions:
         node = splice.find(ast.parse(splice.source(task.module)), name)
         arguments = [arg.arg for arg in node.args.args]
@@ -78,7 +79,8 @@ def traps(task):
 
 
 def behind(task, name, node, body):
-    """The text of such a wrapper: its function `name` has this body, in which `right` is the original."""
+    """The text of such a wrapper: its function `name` has this body, in which `right` is the
+    original."""
     outer = "." in name
     lines = textwrap.dedent("\n".join(splice.original(task.module, name)[outer:])).splitlines()
     right = "\n".join(lines[len(node.decorator_list) :]).replace(f"def {node.name}(", "def right(", 1)

@@ -1,5 +1,6 @@
-"""A museum of bugs that real projects shipped: each verifier as a change of ours, the smallest input that
-shows it, and how far its law is from the target's, computed here. The tour is museum.md.
+"""A museum of bugs that real projects shipped. Each exhibit is a change of our code and the
+smallest input that shows it. How far its distribution is from the target's is computed here. The
+tour is museum.md.
 
     python exercises/museum.py                          all exhibits
     python exercises/museum.py --five 7                 five verifiers, of which one is wrong: which?
@@ -75,8 +76,8 @@ def diff(e):
 
 
 def round_of(e, tools):
-    """run(coins) -> the text that one round writes, or some rounds, completed with draws from p to as many
-    tokens as p has rows, or to an end of text."""
+    """run(coins) -> the text that one round writes, or some rounds, completed with draws from p to
+    as many tokens as p has rows, or to an end of text."""
     sampling, eos = (e.case.get(key, default) for key, default in (("sampling", WARM), ("eos", ())))
     grammar = torch.tensor(e.case["grammar"]) if "grammar" in e.case else None
     right = to_probs(wide(e.p).log(), **sampling)                               # (N, V)
@@ -92,7 +93,7 @@ def round_of(e, tools):
         p = tools["to_probs"](wide(e.p)[len(before) : len(before) + K + 1].log(), **sampling)[None]
         if grammar is not None:
             p = tools["constrain"](p, tokens, grammar, torch.tensor([0]))
-        if e.scope == "verify_tree":        # a chain is a tree, too
+        if e.scope == "verify_tree":        # a chain is also a tree
             accepted, token = tools["verify_tree"](p, tokens, torch.arange(K)[None], coins, q)
         else:
             accepted, token = tools["verify"](p, q, tokens, coins)
@@ -120,8 +121,9 @@ def masked(row, grammar, text):
 
 
 def in_a_ring(slots, coins):
-    """The text that two rounds write of a layer with a window of 2, after the tokens 0 and 1, drafting one
-    token from 1/2, 1/2. Its p of token 1 is 0.8, and 0.3 less for each 1 that it reads."""
+    """The text that two rounds write of a layer with a window of 2, after the tokens 0 and 1,
+    drafting one token from 1/2, 1/2. Its p of token 1 is 0.8, and 0.3 less for each 1 that it
+    reads."""
     text, ring, q = [0, 1], {0: 0, 1: 1}, wide([[0.5, 0.5]])
     for _ in range(2):
         last = len(text) - 1
@@ -138,7 +140,8 @@ def in_a_ring(slots, coins):
 
 
 def law_by_points(run, coins, points):
-    """For a bug that uses a uniform twice: {text: share of the points (N, uniforms) at which it comes}."""
+    """For a bug that uses a uniform twice: {text: share of the points (N, uniforms) at which it
+    comes}."""
     kind = type("", (coins,), {"__init__": Fixed.__init__, "take": Fixed.take})
     found = {}
     for row in points:
@@ -151,7 +154,8 @@ def law_by_points(run, coins, points):
 
 
 def laws(e, tools=None):
-    """(the law of the exhibit's verifier, the right one): {text: probability}. tools: ours instead of it."""
+    """(the law of the exhibit's verifier, the right one): {text: probability}. tools: ours instead
+    of it."""
     if tools is None:
         name, function, *_ = changed(e)
         tools = OURS | {name: function}
@@ -175,8 +179,8 @@ def laws(e, tools=None):
 
 
 def off(e, tools=None):
-    """How far the law of an exhibit's verifier is from the target's: half the sum of the differences. 0: the
-    same law, 1: nothing in common."""
+    """How far the law of an exhibit's verifier is from the target's: half the sum of the
+    differences. 0: the same law, 1: nothing in common."""
     one, two = laws(e, tools)
     return sum(abs(one.get(key, 0.0) - two.get(key, 0.0)) for key in one.keys() | two.keys()) / 2
 

@@ -216,7 +216,7 @@ def test_one_clear_line_for_each_kind_of_accident(out):
     assert found[6]["message"].startswith("the process ended before the tests did (status 0)")
     assert found[8]["message"].startswith("line 1: it cannot be imported: ImportError")
     assert "'nothing' is not defined\nraised at     line 21: token =" in found[10]["message"]
-    assert found[10]["line"] == 21 and "test_by_outcomes.py::test_chain_" in found[10]["test"]
+    assert found[10]["line"] == 21 and "test_chain.py::test_chain_" in found[10]["test"]
     assert found[9]["message"].startswith("there is no 09_verify.py")
 
 
