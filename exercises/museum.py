@@ -19,14 +19,14 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from tiny import TINY, Fixed, Says, law, make, wide  # noqa: E402
+from tiny import TINY, Fixed, Says, law, make, state_of, wide  # noqa: E402
 
 import minimal  # noqa: E402
 from drafter import chain  # noqa: E402
 from exercises.serving import constrain, ring_mask, ring_size  # noqa: E402
 from methods.trees import verify_tree  # noqa: E402
 from sampling import Coins, to_probs  # noqa: E402
-from speculative import State, until  # noqa: E402
+from speculative import until  # noqa: E402
 from support.cuts import bare, change, find  # noqa: E402
 from verification import verify  # noqa: E402
 
@@ -78,8 +78,7 @@ def round_of(e, tools):
     K = len(e.q or e.case["copied"])
 
     def round_after(before, coins):
-        state = State(torch.zeros(1, 9).long(), torch.tensor([1]), [[0]], [9], None, None,
-                      lambda x: to_probs(x, **sampling), coins, (), torch.arange(9)[None])
+        state = state_of([[0]], [9], lambda x: to_probs(x, **sampling), coins)
         if e.q is None:
             tokens, q = torch.tensor([e.case["copied"]]), None
         else:

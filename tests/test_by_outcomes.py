@@ -3,19 +3,17 @@ of the text. A verifier that keeps few drafts may be right all the same, so each
 it is compared, and what is kept is only remarked on."""
 import itertools
 import math
-import random
 from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
 from teach import compare, fail, promise, same_law, short
-from tiny import Says, law, plant, wide
+from tiny import Says, law, plant, state_of, wide
 
 from drafter import chain
 from methods.trees import verify_tree
 from sampling import Coins
-from speculative import State
 from verification import verify
 
 
@@ -231,16 +229,6 @@ LATER = ("one draft and two come out right; from the third draft on, is each jud
          "rows of p and q, and only if all before it were accepted?")
 
 
-@pytest.mark.parametrize("length", [None, 9])
-@pytest.mark.parametrize("verifier", [one_row, one_walk], ids=["verify", "verify_tree"])
-def test_long_drafts_of_a_large_vocabulary(verifier, length):
-    """Where p and q are sure of a token its rejection does not show: each of 12 is in doubt in turn."""
-    for place in range(12):
-        given = f"12 drafts from q, {length or 12} proposed, of which number {place + 1} is in doubt"
-        writes_the_law(verifier, given, range(12), 13, tables=mostly_sure(unsure=[place - 1]), length=length,
-                       otherwise=LATER)
-
-
 @pytest.mark.parametrize("tokens, tables", [([], "small"), ([1], "small"), ([2, 0, 1], "small"),
                                             ([2, 0], "greedy"), ([2, 1], "greedy"), ([0], "rare")])
 def test_verify_copied_drafts(tokens, tables):
@@ -371,11 +359,8 @@ def two_steps(coins, mistake=None):
 
 def draft(rule, coins, known=([1, 0],), left=(9, 9)):
     """What chain returns for these texts: rows of live tokens, q (B, K, V), and how often it stepped."""
-    known, left = list(known), list(left)[: len(known)]
-    S, steps = max(map(len, known)) + 9, []
-    tokens = torch.tensor([text + [0] * (S - len(text)) for text in known])
-    n = torch.tensor([len(text) for text in known])
-    state = State(tokens, n, known, left, None, None, best_two, coins, (), torch.arange(S)[None])
+    steps = []
+    state = state_of(list(known), list(left)[: len(known)], best_two, coins)
 
     def step(token, k):
         steps.append(k)
@@ -467,29 +452,6 @@ def test_chain_lengths(want, left, lengths, stop):
              "own length: `wanted` says how many tokens each may draft, and `varied`, whether they differ")
     if not any(lengths) and (q is not None or steps):
         fail("gamma = 0", "q = None and no step", f"{short(q)}, {steps} steps")
-
-
-def test_chain_rows_of_drawn_rules():
-    """Any lengths, stops at any place, and of each live token the q that it was drawn from."""
-    deal = random.Random(0)
-    for seed in range(60):
-        B = deal.randint(1, 4)
-        known = [[deal.randrange(3) for _ in range(deal.randint(1, 3))] for _ in range(B)]
-        want, left = ([deal.randint(0, 7) for _ in range(B)] for _ in range(2))
-        stops = [[deal.random() < 0.2 for _ in range(B)] for _ in range(8)]
-        most = [max(0, min(n, room - 1)) for n, room in zip(want, left, strict=True)]
-        ends = [next((k + 1 for k in range(8) if stops[k][b]), 9) for b in range(B)]
-        rule = Says(want, lambda k, logits, token, stops=stops: stops[k])
-        rows, q, _ = draft(rule, Coins(seed), known, left)
-        given = f"rows that want {want} tokens, may still emit {left}, and are stopped after token {ends}"
-        longer = [end if end <= max(most) else n for n, end in zip(most, ends, strict=True)]
-        compare(torch.tensor([len(row) for row in rows]), list(map(min, most, ends)), {
-            "a stop after a row's own end makes the row longer": longer}, f"{given} (9: never): the lengths")
-        for b, row in enumerate(rows):
-            if row:
-                before = [known[b][-1], *row[:-1]]
-                compare(q[b, : len(row)], best_two(LOGITS[before]), {},
-                        f"{given}; q of row {b}, which drafted {row} after token {known[b][-1]}")
 
 
 # --- verify_tree

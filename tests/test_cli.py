@@ -6,8 +6,7 @@ import sys
 import pytest
 import torch
 
-import generate
-from support import cli
+from support import cli, generate
 
 
 def ending(error):
@@ -77,7 +76,7 @@ def test_standard_input_in_any_encoding(monkeypatch):
 
 def prompts_of(path, content):
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return list(generate.read_prompts(generate.parse(["--prompt-file", str(path)])).values())
+    return list(generate.texts_of(generate.parse(["--prompt-file", str(path)])).values())
 
 
 @pytest.mark.parametrize("name, content", [

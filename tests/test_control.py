@@ -3,14 +3,13 @@ model is arithmetic: by hand, by brute force, and against what others published.
 import math
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import promises
 import pytest
 import torch
 from promises import reader
-from tiny import LIVELY, PROMPTS, TINY, Says, make_round, small
+from tiny import LIVELY, PROMPTS, TINY, Says, make_round, small, state_of
 
 from control import (
     Beta,
@@ -77,11 +76,10 @@ test_exact_law_of_a_ragged_batch = promises.exact_law_of_a_ragged_batch(LAWS, ["
 
 
 def test_wanted_by_hand():
-    state = SimpleNamespace(left=[9, 3, 1, 0])
+    state = state_of([[1]] * 4, [9, 3, 1, 0])
     assert wanted(state, Rule(5)) == [5, 2, 0, 0]
     assert wanted(state, Rule(0)) == [0] * 4
-    state.left = [9, 9, 9]
-    assert wanted(state, Says([2, 0, 2])) == [2, 0, 2]
+    assert wanted(state_of([[1]] * 3, [9, 9, 9]), Says([2, 0, 2])) == [2, 0, 2]
 
 
 def test_no_step_is_computed_once_all_rows_have_ended(models):
@@ -103,10 +101,6 @@ def test_an_n_gram_knows_nothing_of_the_text_before(models):
 
 
 # --- the rules by hand
-
-
-def state_of(rows=1):
-    return SimpleNamespace(known=[[1]] * rows, left=[99] * rows, send=torch.as_tensor)
 
 
 def outcome(*pairs):

@@ -1,6 +1,5 @@
 """Files are replaced as a whole."""
 import os
-from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
@@ -25,16 +24,6 @@ def test_a_failure_leaves_the_old_file(error, monkeypatch, tmp_path):
         if error:
             raise error
     assert tree(tmp_path) == {str(path): b"old"}
-
-
-@pytest.mark.parametrize("name, hint", [
-    ("Qwen/Qwen2.5-0.5B", True), ("nothing", False), ("there/model", False), ("a/b/c", False)])
-def test_the_name_of_a_model_on_the_hub_is_told_from_a_wrong_path(name, hint, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
-    with pytest.raises(FileNotFoundError, match="^\\S+: there is no such folder") as e:
-        files.check_folder(Path(name))
-    assert (f"hf download {name} --local-dir runs/" in str(e.value)) == hint
 
 
 @pytest.mark.parametrize("home", ["caches", "", None])

@@ -8,13 +8,13 @@ import torch
 from tiny import LLAMA, PROMPTS, make, play
 
 import checkpoint
-import generate
 from drafter import NGram
 from layerskip import SelfDraft
 from methods.then import Then
 from model import Placement
 from sampling import Coins, to_probs
 from speculative import rounds
+from support import generate
 from support.page import Player
 
 FOLDER = Path(__file__).parent.parent / "weights" / "stories-llama"

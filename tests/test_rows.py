@@ -230,9 +230,9 @@ def test_what_is_compiled_wrongly_is_not_kept(folder, monkeypatch, tmp_path_fact
 
 
 MACHINES = {"this one": rows.flags()}
-if platform.machine() == "x86_64":
-    MACHINES |= {"any": ["-march=x86-64"], "AVX2": ["-mavx2", "-mfma"], "AVX-512": ["-march=skylake-avx512"],
-                 "AVX512_BF16": ["-march=cooperlake"]}
+if platform.machine() == "x86_64":      # which is one of these
+    MACHINES = {"any": ["-march=x86-64"], "AVX2": ["-mavx2", "-mfma"], "AVX-512": ["-march=skylake-avx512"],
+                "AVX512_BF16": ["-march=cooperlake"]}
 CROSS = shutil.which("aarch64-linux-gnu-g++")
 if CROSS:
     MACHINES["NEON"] = ["-march=armv8.2-a"]
