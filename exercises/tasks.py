@@ -1,6 +1,8 @@
-"""The exercises: a table of functions of the library, with their tests, and what a student reads about each.
+"""The exercises are a table of functions of the library, each with its tests and what a student
+reads about it.
 
-Neither solutions nor stubs stand here: `splice` cuts them out of the library. The texts are in texts.md.
+There are no solutions and no stubs here, because `splice` cuts them out of the library. The texts
+are in texts.md.
 """
 from pathlib import Path
 from typing import NamedTuple
@@ -25,8 +27,8 @@ class Task(NamedTuple):
 
     @property
     def sitting(self):
-        """Five of three exercises; the later ones belong to the fourth and the fifth, and from 22 on to a
-        sixth."""
+        """Five of three exercises; the later ones belong to the fourth and the fifth, and from 22
+        on to a sixth."""
         later = {16: 4, 17: 5, 18: 4, 19: 5, 20: 4, 21: 4, 22: 6, 23: 6, 24: 6,
                  25: 3, 26: 2}
         return later.get(self.number, 1 + (self.number - 1) // 3)
@@ -91,10 +93,10 @@ TASKS = [
         + tests(COURSE, answers="long_drafts_of_a_large_vocabulary[verify-None] "
                 "long_drafts_of_a_large_vocabulary[verify-9]")),
     Task(10, "chain", "drafter.py", ("chain",), 40, 2, tests(
-        by_outcomes="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
+        COURSE, chain="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
         "chain_keeps_the_token_that_stops_it chain_rows_draw_for_themselves chain_rows_end_one_by_one "
-        "chain_lengths", layerskip="the_text_of_a_self_draft_is_the_targets")
-        + tests(COURSE, answers="chain_rows_of_drawn_rules")),
+        "chain_lengths chain_rows_of_drawn_rules")
+        + tests(layerskip="the_text_of_a_self_draft_is_the_targets")),
     Task(11, "SelfDraft.propose", "layerskip.py", ("SelfDraft.propose",), 45, 3, tests(
         layerskip="a_draft_is_what_its_sublayers_say what_a_draft_hands_over_is_the_targets "
         "a_copy_in_few_bits_hands_nothing_over "

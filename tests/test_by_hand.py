@@ -59,25 +59,7 @@ PROBS = {
                  [4 / 7, 3 / 7, 0, 0], {})}
 
 
-def among(row, V, other=0.0):
-    """The numbers of a row, far apart in one of V, which is `other` elsewhere."""
-    whole = torch.full((V,), other, dtype=torch.float64)
-    step = V // len(row)
-    whole[step - 1 : step * len(row) : step] = torch.as_tensor(row, dtype=torch.float64)
-    return whole
-
-
-def check_probabilities(name, V=None):
-    settings, p, want, mistakes = PROBS[name]
-    given = f"the logits log {short(p)}, of which the softmax gives just these numbers, and {settings}"
-    logits = from_p(*p)
-    falling = sorted(want, reverse=True)
-    if falling != want:
-        mistakes = mistakes | {"these are in falling order; put each back at its id": falling}
-    if V is not None:
-        given += f"; {V:,} tokens, of which all others have the logit -10,000"
-        logits, want = among(logits, V, -1e4), among(want, V)
-        mistakes = {why: among(wrong, V) for why, wrong in mistakes.items()}
+def check_probabilities(logits, settings, want, mistakes, given):
     got = to_probs(logits, **settings)
     if got.shape == logits.shape and bool(got.isnan().any()):
         fail(given, "probabilities", "NaN", known(got, mistakes) or
@@ -87,7 +69,13 @@ def check_probabilities(name, V=None):
 
 @pytest.mark.parametrize("name", PROBS)
 def test_probabilities(name):
-    check_probabilities(name)
+    settings, p, want, mistakes = PROBS[name]
+    falling = sorted(want, reverse=True)
+    if falling != want:
+        mistakes = mistakes | {"these are in falling order; put each back at its id": falling}
+    check_probabilities(
+        from_p(*p), settings, want, mistakes,
+        f"the logits log {short(p)}, of which the softmax gives just these numbers, and {settings}")
 
 
 def slow_probs(logits, temperature, top_k=None, top_p=None, min_p=None, mistake=None):

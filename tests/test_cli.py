@@ -28,15 +28,6 @@ def test_bad_input_is_one_printable_line_and_status_2(error, line, capsys):
     assert capsys.readouterr() == ("", f"test_cli.py: {line}\n"), "the line names the program"
 
 
-@pytest.mark.parametrize("name, shown", [
-    ("/x/lab/bench/__main__.py", "lab.bench"), ("generate.py", "generate.py"),
-    ("/x/lab/verdict.py", "verdict.py")])
-def test_a_message_begins_with_the_name_of_the_command(name, shown, capsys):
-    found = {}
-    exec(compile("def run(argv): raise ValueError('no')", name, "exec"), found)
-    assert cli.main(found["run"], []) == 2 and capsys.readouterr().err == f"{shown}: no\n"
-
-
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access was encountered"),
                                    TypeError("memory"), KeyError("x")], ids=repr)
 def test_our_own_bugs_are_not_hidden(error):

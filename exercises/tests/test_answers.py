@@ -7,16 +7,46 @@ from itertools import accumulate
 
 import pytest
 import torch
-from teach import compare, learns, promise, short
+from teach import compare, promise, short
 from test_by_hand import PROBS, check_probabilities, slow_race, some_attention
-from test_by_outcomes import LATER, LOGITS, best_two, draft, mostly_sure, one_row, one_walk, writes_the_law
+from test_by_outcomes import LATER, mostly_sure, one_row, one_walk, writes_the_law
 from test_model import some_x
-from test_sampling import some_logits
-from tiny import LLAMA, Fixed, Says, wide
+from test_sampling import from_p, some_logits
+from tiny import LLAMA, Fixed, wide
 
 from model import RMSNorm, frequencies, rope, rotate, softcap
 from sampling import Coins, Race
 from search import climb
+
+DETACHED = "what is trained needs its gradient: no detach, .item(), .data or torch.no_grad on the way"
+
+
+def learns(call, parts, given):
+    """A backward pass through call() must give each of `parts`, {name: tensor in float64}, the gradient that
+    small steps show."""
+    drawn = torch.Generator().manual_seed(0)
+
+    def some(shape):
+        return torch.randn(shape, generator=drawn, dtype=torch.float64)
+
+    for x in parts.values():
+        x.grad = None
+        x.requires_grad_()
+    out = call()
+    weights = some(out.shape)
+    promise(out.requires_grad, given, "a result with a gradient", "one without", DETACHED)
+    (out * weights).sum().backward()
+    for name, x in parts.items():
+        step = some(x.shape) * 1e-6
+        with torch.no_grad():
+            x += step
+            more = (call() * weights).sum()
+            x -= 2 * step
+            slope = float(more - (call() * weights).sum()) / 2
+            x += step
+        got = 0.0 if x.grad is None else float((x.grad * step).sum())
+        promise(abs(got - slope) < 1e-4 * abs(slope), f"{given}; backward(), and a small step of `{name}`",
+                f"a change of {slope:.4g}", f"{got:.4g}", DETACHED)
 
 
 def test_softcap_leaves_its_input_and_type_alone():
@@ -109,9 +139,22 @@ def test_an_attention_hands_gradients_on():
     learns(lambda: a(x, cos, sin, mask, store), {"x": x, "self.wqkv": a.wqkv, "self.wo": a.wo}, "three rows")
 
 
+def among(row, V, other=0.0):
+    """The numbers of a row, far apart in one of V, which is `other` elsewhere."""
+    whole = torch.full((V,), other, dtype=torch.float64)
+    step = V // len(row)
+    whole[step - 1 : step * len(row) : step] = torch.as_tensor(row, dtype=torch.float64)
+    return whole
+
+
 @pytest.mark.parametrize("name", PROBS)
 def test_probabilities_of_a_large_vocabulary(name):
-    check_probabilities(name, 16_384)
+    settings, p, want, mistakes = PROBS[name]
+    V = 16_384
+    check_probabilities(
+        among(from_p(*p), V, -1e4), settings, among(want, V),
+        {why: among(wrong, V) for why, wrong in mistakes.items()},
+        f"{V:,} tokens, of which some have the logits log {short(p)} and all others -10,000; {settings}")
 
 
 def test_choices_of_drawn_weights():
@@ -160,28 +203,6 @@ def test_long_drafts_of_a_large_vocabulary(verifier, length):
         writes_the_law(verifier, given, range(12), 13, tables=mostly_sure(unsure=[place - 1]), length=length,
                        otherwise=LATER)
 
-
-def test_chain_rows_of_drawn_rules():
-    """Any lengths, stops at any place, and of each live token the q that it was drawn from."""
-    deal = random.Random(0)
-    for seed in range(60):
-        B = deal.randint(1, 4)
-        known = [[deal.randrange(3) for _ in range(deal.randint(1, 3))] for _ in range(B)]
-        want, left = ([deal.randint(0, 7) for _ in range(B)] for _ in range(2))
-        stops = [[deal.random() < 0.2 for _ in range(B)] for _ in range(8)]
-        most = [max(0, min(n, room - 1)) for n, room in zip(want, left, strict=True)]
-        ends = [next((k + 1 for k in range(8) if stops[k][b]), 9) for b in range(B)]
-        rule = Says(want, lambda k, logits, token, stops=stops: stops[k])
-        rows, q, _ = draft(rule, Coins(seed), known, left)
-        given = f"rows that want {want} tokens, may still emit {left}, and are stopped after token {ends}"
-        longer = [end if end <= max(most) else n for n, end in zip(most, ends, strict=True)]
-        compare(torch.tensor([len(row) for row in rows]), list(map(min, most, ends)), {
-            "a stop after a row's own end makes the row longer": longer}, f"{given} (9: never): the lengths")
-        for b, row in enumerate(rows):
-            if row:
-                before = [known[b][-1], *row[:-1]]
-                compare(q[b, : len(row)], best_two(LOGITS[before]), {},
-                        f"{given}; q of row {b}, which drafted {row} after token {known[b][-1]}")
 
 
 def test_a_climb_that_takes_back_what_it_did():
