@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 
 import checkpoint
-import generate
 from control import Confidence, weight_costs
 from drafter import NGram
 from files import write_file
@@ -39,7 +38,7 @@ from machine.recorded import Recorded
 from machine.tapes import Graph, Joined, Program, Tape
 from model import SPARE, Placement
 from speculative import rounds
-from support import cli
+from support import cli, generate
 from support.measure import interleave
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -256,7 +256,8 @@ print("naive", naive[4, :4], "library", library[4, :4])
 maps = {(layer, kv * G + g): head(layer, kv, g)[0].cpu() for layer in range(c.n_layers)
         for kv in range(c.n_kv_heads) for g in range(G)}
 T = len(ids)
-previous, first = torch.zeros(T, T), torch.zeros(T, T)
+previous = torch.zeros(T, T)
+first = torch.zeros(T, T)
 previous[range(1, T), range(T - 1)] = first[1:, 0] = 1
 after = torch.tensor([[float(0 < j < i and ids[j - 1] == ids[i]) for j in range(T)] for i in range(T)])
 found = {}

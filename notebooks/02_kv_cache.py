@@ -20,7 +20,8 @@ from model import Placement
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
-c, device = model.c, model.tok.device
+c = model.c
+device = model.tok.device
 text = "Once upon a time, there was a dog named Max. Max had a red ball."
 prompt = checkpoint.encode(tokenizer, text, c.bos)
 print(len(prompt), "tokens in the prompt; the context holds", c.max_len)
@@ -34,7 +35,8 @@ print(len(prompt), "tokens in the prompt; the context holds", c.max_len)
 # %%
 def write(ids, count):
     """Greedy decoding without a cache. Returns the text, and how many positions were computed for it."""
-    ids, computed = list(ids), 0
+    ids = list(ids)
+    computed = 0
     for _ in range(count):
         logits = model(torch.tensor([ids], device=device))      # (1, T, V): every position, every time
         computed += len(ids)
@@ -69,7 +71,9 @@ print("k and v:", tuple(cache.k.shape), "= blocks, rows, key-value heads, slots,
 
 # %%
 def write_cached(ids, count, cache):
-    ids, computed, first = list(ids), 0, 0                      # the first pass reads the whole prompt
+    ids = list(ids)
+    computed = 0
+    first = 0                                                   # the first pass reads the whole prompt
     for _ in range(count):
         tokens = torch.tensor([ids[first:]], device=device)
         at = Placement.span(first, len(ids), device)              # slot = position: one range gives both
@@ -135,7 +139,9 @@ figure
 # %% tags=["gallery"] jupyter={"source_hidden": true}
 names = [tokenizer.decode([t], skip_special_tokens=False) for t in slow[len(prompt) - 5 :]]
 past = [(t, "known") for t in names[:5]]
-good, other, later = names[5], names[6], names[7]
+good = names[5]
+other = names[6]
+later = names[7]
 wrong = [("blue?", "dead"), ("sky?", "dead")]
 block = [(t, "new") for t in (names[4], good + "?", "blue?", "sky?")]
 more = [(other, "new"), (later + "?", "new")]
@@ -161,7 +167,8 @@ def step(ids, start, cache):
     return model.unembed(x[:, -1:])[0, 0]
 
 
-n, back = len(prompt), 0
+n = len(prompt)
+back = 0
 cache = KVCache(c, 1, n + 16, model.attention_dtype(), device)
 step(prompt, 0, cache)
 rubbish = prompt + torch.randint(c.vocab_size, (10,)).tolist()
@@ -254,7 +261,8 @@ plots.draw_slots(rows)
 # %%
 class CatCache:
     def __init__(self, layers):
-        self.k, self.v = [None] * layers, [None] * layers
+        self.k = [None] * layers
+        self.v = [None] * layers
 
     def write(self, layer, k, v, at, start=0):                  # the arguments of KVCache.write
         for kept, new in ((self.k, k), (self.v, v)):
@@ -286,7 +294,8 @@ def after_a_rejection(truncate):
     return step(slow[: n + 1], n, classic).softmax(-1)
 
 
-right, forgot = after_a_rejection(True), after_a_rejection(False)
+right = after_a_rejection(True)
+forgot = after_a_rejection(False)
 print(f"probability that moved: {float((right - forgot).abs().sum() / 2):.3f}")
 for name, p in (("truncated", right), ("forgotten", forgot)):
     print(name, [(tokenizer.decode([t]), round(float(p[t]), 3)) for t in p.topk(3).indices.tolist()])
@@ -388,7 +397,8 @@ print(f"three rows of {c.max_len} slots in float32: {predicted / 2**20:.1f} MiB,
 # blocks kept only their window?
 
 # %%
-GiB, far = 2**30, range(0, 32769, 1024)
+GiB = 2**30
+far = range(0, 32769, 1024)
 curves = {
     "Llama-3-8B": [cache_bytes(32, 8, 128, s) / GiB for s in far],
     "the same without grouping (32 KV heads)": [cache_bytes(32, 32, 128, s) / GiB for s in far],
@@ -433,7 +443,8 @@ figure
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-m, count = len(prompt), 20
+m = len(prompt)
+count = 20
 assert write(prompt, count)[1] == count * m + count * (count - 1) // 2
 fresh = KVCache(c, 1, m + count, model.attention_dtype(), device)
 assert write_cached(prompt, count, fresh)[1] == m + count - 1
@@ -480,7 +491,8 @@ print("slot 20 is first read by the token that has just overwritten it")
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-weights, one_text = 8.03e9 * 2, cache_bytes(32, 8, 128, 8192)
+weights = 8.03e9 * 2
+one_text = cache_bytes(32, 8, 128, 8192)
 assert round(weights / 1e9) == 16 and 14 < weights / one_text < 15
 assert [int((24e9 - weights) // (one_text * share)) for share in (1, 0.5)] == [7, 14]   # the trial above
 print("from the fifteenth text on")

@@ -15,7 +15,8 @@ MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llam
 # %%
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
-c, device = model.c, model.tok.device
+c = model.c
+device = model.tok.device
 prompt = checkpoint.encode(tokenizer, "One day, a little girl went to the park. There she saw a big", c.bos)
 logits = model(torch.tensor([prompt], device=device))[0, -1].cpu()     # (V,): for the next token
 print("logits", tuple(logits.shape), "from", float(logits.min()), "to", float(logits.max()))

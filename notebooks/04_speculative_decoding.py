@@ -19,7 +19,8 @@ from sampling import Coins, to_probs
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
-c, device = model.c, model.tok.device
+c = model.c
+device = model.tok.device
 EXIT = max(1, c.n_layers // 6)                                  # the first sixth of the blocks will draft
 prompt = checkpoint.encode(tokenizer, "Once upon a time, there was a little", c.bos)
 print(f"{EXIT} of {c.n_layers} blocks draft; the whole model checks")
@@ -137,7 +138,8 @@ print("equal, all", sum(map(len, texts[0])), "tokens")
 # **Predict:** which token is rejected most often? Which one is the most frequent correction?
 
 # %%
-common, residual = torch.minimum(p, q), (p - q).clamp(min=0)
+common = torch.minimum(p, q)
+residual = (p - q).clamp(min=0)
 shown = ((p + q) > 0).nonzero()[:, 0]
 shown = shown[p[shown].argsort(descending=True, stable=True)]
 names = [plots.word(tokenizer, t) for t in shown.tolist()]
@@ -222,7 +224,8 @@ def plain_law(count):
     return chances
 
 
-alone, speculative = plain_law(2), total(paths)
+alone = plain_law(2)
+speculative = total(paths)
 assert alone.keys() == speculative.keys() and all(abs(alone[t] - speculative[t]) < 1e-5 for t in alone)
 for text in alone:
     ways = [f"{probability(steps):.3f}" for steps, end in paths if end == text]
@@ -233,7 +236,8 @@ for text in alone:
 
 # %%
 paths = every_path(lambda coins: write(coins, count=3, gamma=2))
-speculative, truth = total(paths), plain_law(3)
+speculative = total(paths)
+truth = plain_law(3)
 assert speculative.keys() == truth.keys() and all(abs(speculative[t] - truth[t]) < 1e-5 for t in truth)
 print(f"{len(paths)} paths, {len(truth)} texts; the probabilities sum to {sum(speculative.values()):.12f}")
 print("largest difference from the model alone:", max(abs(speculative[t] - truth[t]) for t in truth))
@@ -274,7 +278,8 @@ plots.draw_texts(laws, {t: tokenizer.decode(t).strip() for t in sorted(truth, ke
 # **Predict,** on paper: p = (0.5, 0.5) and q = (0.2, 0.8). Which token does it write too often, and why?
 
 # %%
-p_two, q_two = torch.tensor([0.5, 0.5]), torch.tensor([0.2, 0.8])
+p_two = torch.tensor([0.5, 0.5])
+q_two = torch.tensor([0.2, 0.8])
 left = (p_two - q_two).clamp(min=0)                             # (0.3, 0): only the first may replace
 text = torch.minimum(p_two, q_two) + left.sum() * left.softmax(-1)
 off = float((text - p_two).abs().sum() / 2)
@@ -327,7 +332,8 @@ drafters = {"first blocks": lambda gamma: SelfDraft(model, range(2 * EXIT), gamm
 small, other = checkpoint.load(ROOT / "weights" / "stories-draft", device, torch.float32)
 if other.get_vocab() == tokenizer.get_vocab():                  # otherwise its ids stand for other words
     drafters["small model"] = lambda gamma: ModelDraft(small, gamma)
-gamma, (plain, passes) = 5, generate(model, [prompt], 80)
+gamma = 5
+plain, passes = generate(model, [prompt], 80)
 runs = {name: plots.record(model, tokenizer, [prompt], 80, make(gamma)) for name, make in drafters.items()}
 for name, seen in runs.items():
     assert [t.id for t in seen.rows[0]] == plain[0]
@@ -359,7 +365,8 @@ code = checkpoint.encode(tokenizer, read_prompts("code")[0]["prompt"], c.bos)
 lookup = Suffix(7)
 print("suffix that is known already -> copy                                 accepted")
 for state, r in rounds(model, [code], 32, lookup):
-    drafted, before = r.draft.tokens[0].tolist(), len(state.known[0]) - len(r.new[0])
+    drafted = r.draft.tokens[0].tolist()
+    before = len(state.known[0]) - len(r.new[0])
     if drafted:
         suffix = tokenizer.decode(state.known[0][before - lookup.matched[0] : before])
         print(f"{suffix[-30:]!r:34} -> {tokenizer.decode(drafted)!r:34} {int(r.accepted)} of {len(drafted)}")
@@ -396,11 +403,14 @@ from control import expected_tokens
 
 K = 6
 prompts = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts("stories")]
-tested, kept, seen = torch.zeros(K), torch.zeros(K), Counts()
+tested = torch.zeros(K)
+kept = torch.zeros(K)
+seen = Counts()
 for ids in prompts:
     for _, r in rounds(model, [ids], 64, SelfDraft(model, range(2 * EXIT), K)):
         seen.add(r)
-        proposed, accepted = int(r.proposed), int(r.accepted)
+        proposed = int(r.proposed)
+        accepted = int(r.accepted)
         tested[: min(accepted + 1, proposed)] += 1
         kept[:accepted] += 1
 rate = kept / tested
@@ -413,7 +423,8 @@ if Path(MODEL).name == "stories-llama":
 
 # %% jupyter={"source_hidden": true}
 figure, ((left, right),) = plots.axes(1, 2)
-at, first = range(1, K + 1), float(rate[0])
+at = range(1, K + 1)
+first = float(rate[0])
 left.errorbar(at, rate, yerr=2 * error, color=plots.HUES[0], marker="o", ms=4, capsize=3,
               label="accepted of tested (bars: 2 standard errors)")
 left.plot(at, kept / tested[0], color=plots.HUES[1], marker="s", ms=4, label="accepted of all drafts")
@@ -446,13 +457,15 @@ figure
 # is the yield? And what does the formula give if you put the yield in by mistake?
 
 # %% jupyter={"source_hidden": true}
-alpha, gamma = 0.8, 5
+alpha = 0.8
+gamma = 5
 tokens = expected_tokens(alpha, gamma)
 yields = (tokens - 1) / gamma
 confused = expected_tokens(yields, gamma)
 print(f"{tokens:.2f} tokens per round; yield {yields:.2f}; with the yield as alpha: {confused:.2f}")
 yields = seen.accepted / seen.proposed
-right, confused = expected_tokens(seen.alpha, K), expected_tokens(yields, K)
+right = expected_tokens(seen.alpha, K)
+confused = expected_tokens(yields, K)
 print(f"our drafts: {seen.tau:.2f} tokens per round; predicted with alpha {seen.alpha:.2f}: {right:.2f} "
       f"({right / seen.tau - 1:+.0%}), with the yield {yields:.2f}: {confused:.2f}")
 assert Path(MODEL).name != "stories-llama" or 0.04 < right / seen.tau - 1 < 0.08
@@ -524,7 +537,8 @@ figure
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 from verification import verify
 
-q, p = torch.eye(4)[None, 1:3], torch.eye(4)[None, [1, 3, 0]]          # q drafts 1, 2; p wants 1, 3, 0
+q = torch.eye(4)[None, 1:3]                                     # drafts 1, 2
+p = torch.eye(4)[None, [1, 3, 0]]                               # wants 1, 3, 0
 for seed in range(5):
     accepted, token = verify(p, q, torch.tensor([[1, 2]]), Coins(seed))
     assert (int(accepted), int(token)) == (1, 3)
@@ -540,7 +554,8 @@ print("whatever the coins: one accepted, then the target's own token")
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
+p = torch.tensor([0.5, 0.3, 0.2])
+q = torch.tensor([0.2, 0.3, 0.5])
 keep = q >= 0.25                                                # drop tokens that look unlikely
 accepted = torch.minimum(p, q) * keep
 plain = p * (q * ~keep).sum()                                   # nothing is proposed: a plain token from p

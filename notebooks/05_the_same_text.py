@@ -23,7 +23,8 @@ from support.texts import read_prompts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, "cpu", torch.float32)
-c, L = model.c, model.c.n_layers
+c = model.c
+L = model.c.n_layers
 EXIT = max(1, L // 4)                                           # the first quarter of the blocks will draft
 prompt = checkpoint.encode(tokenizer, read_prompts("stories")[0]["prompt"], c.bos)
 print(f"{EXIT} of {L} blocks draft; the prompt has {len(prompt)} tokens")
@@ -50,7 +51,8 @@ from notebooks.outcomes import every_path, total
 from verification import verify, verify_block
 
 third = torch.tensor([1, 2], dtype=torch.float64) / 3
-p_s, q_s = third.expand(1, 3, 2), third.flip(0).expand(1, 2, 2)         # (B, K+1, V), (B, K, V)
+p_s = third.expand(1, 3, 2)                                     # (B, K+1, V)
+q_s = third.flip(0).expand(1, 2, 2)                             # (B, K, V)
 chances = {}
 for rule in (verify, verify_block):
     for draft in product((0, 1), repeat=2):
@@ -64,7 +66,8 @@ for rule in (verify, verify_block):
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=9, height=2.8)
 for at, (name, draft) in enumerate(sorted(chances, key=lambda key: (key[1], key[0]))):
-    x, below = at // 2 + (-0.2 if name == "verify" else 0.2), 0.0
+    x = at // 2 + (-0.2 if name == "verify" else 0.2)
+    below = 0.0
     for k, hue in enumerate((plots.HUES[-1], plots.HUES[5], plots.HUES[0])):
         chance = chances[name, draft].get(k, 0.0)
         side.bar(x, chance, 0.36, bottom=below, color=hue, label=f"{k} accepted" if at == 0 else None)
@@ -77,10 +80,10 @@ side.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 figure
 
 # %% [markdown]
-# Only AB. Its A has the ratio 1/2 and its B the ratio 2, which makes up for it, so the
-# whole draft always passes. AA pays part of that back, but on average more is accepted. Is the text still
-# exact? We ask the enumeration of notebook 4, with the model: three tokens, two drafted per round, and
-# only the two most likely tokens at each place.
+# Only AB. Its A has the ratio 1/2 and its B the ratio 2, which makes up for it, so the whole draft always
+# passes. AA pays part of that back, but on average more is accepted. Is the text still exact? We ask the
+# enumeration of notebook 4, with the model: three tokens, two drafted per round, and only the two most
+# likely tokens at each place.
 
 # %% jupyter={"source_hidden": true}
 from layerskip import SelfDraft
@@ -115,7 +118,7 @@ print(f"{len(plain)} texts; the largest difference in probability from plain dec
 #
 # So draw e_v from the seed, the *position* and v alone. Then a text depends on the seed and on p, and on
 # nothing else. A draft runs the same race with its own q. A drafted token is accepted if it also wins with
-# p; otherwise the winner with p is written. Whoever drafts, the text consists of winners with p.
+# p; otherwise the winner with p is written. No matter what drafts, the text consists of winners with p.
 #
 # The picture shows one place of a story: the times of eight tokens, with p and with q.
 
@@ -240,10 +243,10 @@ for name, one in {"as usual": half, "made exact": made}.items():
 assert set(shares.values()) == {1.0}, "made exact"
 
 # %% [markdown]
-# How many are equal as usual differs from machine to machine ([a
-# GPU](../lab/BENCHMARKS.md#on-a-gpu)), so nothing can be built on it. On a CPU with a C++ compiler,
-# `exactly` makes every pass of loops with one order, including the pass over the prompt. Elsewhere it
-# gives every pass the same shape: eight rows, some of which may be dead, over all slots of the cache.
+# How many are equal as usual differs from machine to machine ([a GPU](../lab/BENCHMARKS.md#on-a-gpu)), so
+# nothing can be built on it. On a CPU with a C++ compiler, `exactly` makes every pass of loops with one
+# order, including the pass over the prompt. Elsewhere it gives every pass the same shape: eight rows,
+# some of which may be dead, over all slots of the cache.
 #
 # ## Both together
 #
@@ -307,7 +310,8 @@ assert kept[0.8, Coins, "exact"] < len(openings)
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-p3, q3 = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
+p3 = torch.tensor([0.5, 0.3, 0.2])
+q3 = torch.tensor([0.2, 0.3, 0.5])
 both = [float(1 / torch.maximum(p3 / p3[v], q3 / q3[v]).sum()) for v in range(3)]
 e = -(1 - uniforms(0, 0, 30_000)).log().view(-1, 3)             # ten thousand races of three tokens
 seen = float(((e / p3).argmin(1) == (e / q3).argmin(1)).double().mean())
@@ -327,7 +331,8 @@ print("by the formula", " + ".join(f"{one:.3f}" for one in both),
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-p3, q3 = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.5, 0.5])
+p3 = torch.tensor([0.5, 0.5, 0.0])
+q3 = torch.tensor([0.0, 0.5, 0.5])
 u = uniforms(0, 0, 10_000)[:, None].float()
 lines = [(u < weights.cumsum(0)).double().argmax(1) for weights in (p3, q3)]
 seen = [float((a == b).double().mean()) for a, b in (lines, ((e / p3).argmin(1), (e / q3).argmin(1)))]

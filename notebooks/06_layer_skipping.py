@@ -16,7 +16,9 @@ MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llam
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 shipped = Path(MODEL).name == "stories-llama"
-c, device, L = model.c, model.tok.device, model.c.n_layers
+c = model.c
+device = model.tok.device
+L = model.c.n_layers
 print(f"{L} blocks, so sub-layers 0 to {2 * L - 1}: even ones are attentions, odd ones are MLPs")
 
 # %% [markdown]
@@ -145,7 +147,8 @@ for e in {1, 2, L // 4, L // 2, L - 1} & set(range(1, L)):
     side.annotate(f"exit {e}", (c_exits[e - 1], exits[e - 1]), xytext=(5, -12), textcoords="offset points",
                   fontsize=10)
 for name in ("middle blocks skipped", "every second block"):
-    alpha, cost = float(acceptance(drafts[name]).mean()), costs.step(drafts[name])
+    alpha = float(acceptance(drafts[name]).mean())
+    cost = costs.step(drafts[name])
     side.plot(cost, alpha, "s", color=plots.HUES[1])
     side.annotate(name, (cost, alpha), xytext=(6, -17), textcoords="offset points", fontsize=10,
                   color=plots.HUES[1])
@@ -233,7 +236,8 @@ from sampling import Coins, to_probs
 
 def traced(rule, sublayers, probs=to_probs, seed=0):
     """A run under a rule, round by round: tokens drafted, tokens accepted, the estimate of alpha."""
-    seen, start = [], checkpoint.encode(tokenizer, "Once upon a time, there was a little", c.bos)
+    seen = []
+    start = checkpoint.encode(tokenizer, "Once upon a time, there was a little", c.bos)
     for _, r in rounds(model, [start], 120, SelfDraft(model, sublayers, rule), probs, Coins(seed)):
         seen.append((int(r.proposed), int(r.accepted), rule.seen[0].mean()))
     return zip(*seen, strict=True)
@@ -384,7 +388,8 @@ print("by the tokens of code:", {n: round(alpha, 2) for n, alpha in zip(sizes, o
 # paid off?
 
 # %%
-y, c_there = 0.4057, 29.65 / 48.82
+y = 0.4057
+c_there = 29.65 / 48.82
 print(f"c = {c_there:.2f}; measured: {24.08 / 29.65:.2f} times plain decoding")
 for drafted in (1, 2, 3, 5):                                    # per round, on average
     print(f"{drafted} drafted: {(1 + drafted * y) / (1 + drafted * c_there):.2f} times plain decoding")

@@ -28,7 +28,8 @@ from support.texts import read_prompts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
-L, costs = model.c.n_layers, weight_costs(model.c)
+L = model.c.n_layers
+costs = weight_costs(model.c)
 stories = [line["text"] for line in read_prompts("stories")]
 calibration = Calibration(model, tokenizer, stories, 512)
 print(f"2^{2 * L} = {2.0 ** (2 * L):.1e} sets, scored on {sum(map(len, calibration.ids))} tokens")
@@ -64,7 +65,8 @@ for name, subs in (("everything", range(2 * L)), ("a quarter", range(2 * max(1, 
 shipped = Path(MODEL).resolve() == ROOT / "weights" / "stories-llama"
 edges = [1, 2, 3, 5, 8, 14, 24] if shipped else sorted({1, 1 + L // 8, 1 + L // 3, L})
 bands = [range(2 * low + kind, 2 * high, 2) for low, high in pairwise(edges) for kind in (0, 1)]
-space, n = Space(L, tuple(band[0] for band in bands)), len(bands)   # named by its first sub-layer
+space = Space(L, tuple(band[0] for band in bands))              # a band is named by its first sub-layer
+n = len(bands)
 z = torch.tensor([[k >> j & 1 for j in range(n)] for k in range(2**n)], dtype=torch.float64)    # (2^n, n)
 
 
@@ -209,7 +211,8 @@ print("the textbook's formula and the library agree on", len(path), "sets")
 # **Predict:** after which of the three does the band hold most of *all* sets? And most of the path?
 
 # %%
-SEED, COUNTS = 0, (5, 20, 60)
+SEED = 0
+COUNTS = (5, 20, 60)
 
 
 def learn(count, seed=SEED):
@@ -342,7 +345,8 @@ def ours(seed):
 
 
 def at_random(seed):
-    g, seen = torch.Generator().manual_seed(seed), {}
+    g = torch.Generator().manual_seed(seed)
+    seen = {}
     while len(seen) < budget:
         bits = tuple(space.random(g).int().tolist())
         seen[bits] = worth(bits)                                # a set that is drawn again counts once
@@ -501,7 +505,8 @@ table = {name: torch.stack([score(everything, sets[name], gamma) for gamma in GA
 def choose(names, count):
     """Choose on `count` stories: the speed-up there, and on the others. Means over all splits."""
     values = torch.cat([table[name] for name in names])                 # (sets * gammas, stories)
-    here, there = [], []
+    here = []
+    there = []
     for chosen in combinations(range(values.shape[1]), count):
         rest = [i for i in range(values.shape[1]) if i not in chosen]
         winner = values[values[:, list(chosen)].mean(1).argmax()]
@@ -659,9 +664,11 @@ def watched(mean, std, beta, plain=ucb):                        # plain: bound n
     return plain(mean, std, beta)
 
 
-m, s = torch.tensor([1.0, 1.0]), torch.tensor([0.0, 0.25])
+m = torch.tensor([1.0, 1.0])
+s = torch.tensor([0.0, 0.25])
 assert torch.allclose(ucb(m, s, 3.0), torch.tensor([1.0, 1.75])), "mean + beta * standard deviation"
-count, first = min(40, 2**n), min(10, 2**n // 2)
+count = min(40, 2**n)
+first = min(10, 2**n // 2)
 runs = {}
 plain = ucb
 ucb = watched
@@ -712,7 +719,8 @@ assert not shipped or max(found_at) < value.max(), "far above"
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 flat = torch.tensor([1e-12, 0.1, 0.8, 1e-3], dtype=torch.float64).log()
-a, b = z[:1], groups[None].eq(0).double()                       # nothing skipped; all attentions skipped
+a = z[:1]                                                       # nothing is skipped
+b = groups[None].eq(0).double()                                 # all attentions are skipped
 assert torch.isclose(kernel(distances(a, b, groups), flat), torch.full((1, 1), 0.8, dtype=torch.float64))
 print("covariance 0.8, which is the signal")
 

@@ -27,7 +27,9 @@ from support.texts import read_prompts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
-c, device, L = model.c, model.tok.device, model.c.n_layers
+c = model.c
+device = model.tok.device
+L = model.c.n_layers
 EXIT = max(1, L // 6)                                           # the first sixth of the blocks drafts
 prompt = checkpoint.encode(tokenizer, "The old man looked at the", c.bos)
 print(f"{L} blocks, of which the first {EXIT} draft")
@@ -62,7 +64,8 @@ kept = Kept(Siblings(SelfDraft(model, range(2 * EXIT), 3), [2, 1]))
 seen = []
 for state, r in islice(rounds(model, [prompt], 60, kept, warm, Coins(0)), 12):
     tokens, parents, q = (part[0].cpu() for part in (kept.draft.tokens, kept.draft.parents, kept.draft.q))
-    left, chances = r.p[0, 0].cpu(), []
+    left = r.p[0, 0].cpu()
+    chances = []
     for k in [k for k, parent in enumerate(parents.tolist()) if parent == 0][:2]:
         chances.append(min(1.0, float(left[tokens[k]] / q[k, tokens[k]])))
         left = (left - q[k]).clamp(min=0)
@@ -111,7 +114,8 @@ plots.tree_and_mask(SHAPE, ancestors(torch.tensor([SHAPE]))[0], [str(k) for k in
 from kvcache import KVCache
 from kvcache import prefill
 
-n, K = len(known), len(parents)
+n = len(known)
+K = len(parents)
 cache = KVCache(c, 1, n + K, model.attention_dtype(), device)
 block = torch.tensor([[known[-1], *tokens]], device=device)
 
@@ -139,14 +143,17 @@ print(f"one pass over {K + 1} tokens gives the logits of {K + 1} passes over one
 # %%
 def walk(p, tokens, parents, q, u):
     """(the last accepted node, what the next token is drawn from, what happened)"""
-    node, left, tale = 0, p[0].clone(), []
+    node = 0
+    left = p[0].clone()
+    tale = []
     for k, token in enumerate(tokens):
         if parents[k] != node:                                  # on another branch: not tried
             continue
         chance = min(1.0, float(left[token] / q[k][token]))
         tale.append((node, k, float(left[token]), float(q[k][token]), chance, bool(u[k] < chance)))
         if u[k] < chance:
-            node, left = k + 1, p[k + 1].clone()
+            node = k + 1
+            left = p[k + 1].clone()
         else:
             left = (left - q[k]).clamp(min=0)
             left = left / left.sum()
@@ -201,7 +208,8 @@ narrate(SEED)
 # %% jupyter={"source_hidden": true}
 family = [k for k, parent in enumerate(parents) if parent == 0]
 likely = (p[0] + q[0]).topk(8).indices.tolist()
-left, shown = p[0], torch.tensor(list(dict.fromkeys([tokens[k] for k in family] + likely))[:8])
+left = p[0]
+shown = torch.tensor(list(dict.fromkeys([tokens[k] for k in family] + likely))[:8])
 figure, (sides,) = plots.axes(1, len(family), width=3.4, height=3)
 for side, k in zip(sides, family, strict=True):
     side.bar(torch.arange(8) - 0.2, left[shown], 0.4, color=plots.HUES[0], label="left of p")
@@ -292,8 +300,7 @@ print("written:", [round(v, 4) for v in written(p6, q6).tolist()])
 # It is not the only rule. *SpecTr* (2310.15141) draws k tokens independently and accepts the first that
 # passes a stricter test, which is also exact. *Typical acceptance* (Medusa, 2401.10774) accepts any token
 # that p considers likely enough, without a coin (question 3). How much *any* exact rule can accept is a
-# problem of optimal transport, and [lab/tests/test_traversal.py](../lab/tests/test_traversal.py) computes
-# it.
+# problem of optimal transport, and [lab/optimal.py](../lab/optimal.py) computes it.
 #
 # ## Which shape?
 #
@@ -396,7 +403,8 @@ prompts = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_
 chain = SelfDraft(model, range(2 * EXIT), 3)
 drafters = {"plain": None, "chain of 3": chain, "with 3 siblings": Siblings(chain, [3]),
             "with 8 siblings": Siblings(chain, [3, 3, 2])}
-texts, per_text = {}, {}
+texts = {}
+per_text = {}
 for name, drafter in drafters.items():
     done = [generate(model, [ids], 48, drafter) for ids in prompts]
     texts[name] = [row for (row,), _ in done]
@@ -412,7 +420,8 @@ def more(name, than):
     return float(difference.mean()), float(difference.std() / len(prompts) ** 0.5)
 
 
-three, five = more("with 3 siblings", "chain of 3"), more("with 8 siblings", "with 3 siblings")
+three = more("with 3 siblings", "chain of 3")
+five = more("with 8 siblings", "with 3 siblings")
 print("three siblings bring {:.2f} ± {:.2f}".format(*three), "and five more {:.2f} ± {:.2f}".format(*five))
 assert not SHIPPED or three[0] > max(2 * three[1], five[0])
 

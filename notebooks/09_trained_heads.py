@@ -29,7 +29,9 @@ from support.texts import read_prompts
 
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 model.requires_grad_(False)                                     # the model stays as it is
-c, L, costs = model.c, model.c.n_layers, weight_costs(model.c)
+c = model.c
+L = model.c.n_layers
+costs = weight_costs(model.c)
 stories = [checkpoint.encode(tokenizer, line["text"], c.bos)[:256] for line in read_prompts("stories")]
 print(f"{L} blocks; {len(stories)} stories with {sum(map(len, stories))} tokens to learn from and to test on")
 
@@ -71,7 +73,8 @@ print(f"one of our heads has {fresh.count():,} weights; "
 # two others?
 
 # %%
-STEPS, RATE = 200, 3e-3
+STEPS = 200
+RATE = 3e-3
 torch.set_grad_enabled(True)
 teachers = [Teacher(model, ids, lambda logits: logits.softmax(-1)) for ids in stories]
 pairs = [(t.states[-1][0, :-1].clone(), t.p[0, 1:].clone()) for t in teachers]  # the state; p one place later
@@ -89,7 +92,9 @@ def alphas(head):
         return [1 - float(rejected(head, *some)) for some in (train, test)]
 
 
-head, g, course = Medusa(model, 1), torch.Generator().manual_seed(0), []
+head = Medusa(model, 1)
+g = torch.Generator().manual_seed(0)
+course = []
 optimizer = torch.optim.Adam(head.weights.parameters(), RATE)
 for step in range(STEPS + 1):
     if step % 20 == 0:
@@ -192,7 +197,8 @@ print(f"of each c, the output head is {costs.head / costs.whole:.2f}")
 # **Predict:** which one has the highest tau? Is it also the fastest?
 
 # %%
-GAMMA, COUNT = 3, 8
+GAMMA = 3
+COUNT = 8
 prompts = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts("stories")[:COUNT]]
 
 
@@ -266,7 +272,8 @@ figure
 # %%
 from methods.trees import best_tree
 
-NODES, gained = 8, {}
+NODES = 8
+gained = {}
 for kind in ("eagle", "medusa"):
     one = shipped[kind]
     most = min(GAMMA, one.price.longest)
@@ -356,7 +363,8 @@ if SHIPPED:
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 import copy
 
-moved, g = copy.deepcopy(model), torch.Generator().manual_seed(0)
+moved = copy.deepcopy(model)
+g = torch.Generator().manual_seed(0)
 for w in moved.blocks[L // 2].parameters():
     w.add_(0.01 * w.norm() * torch.randn(w.shape, generator=g) / w.numel() ** 0.5)
 after = Teacher(moved, stories[0], lambda logits: logits.softmax(-1))

@@ -24,7 +24,9 @@ from control import weight_costs
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
-c, L, costs = model.c, model.c.n_layers, weight_costs(model.c)
+c = model.c
+L = model.c.n_layers
+costs = weight_costs(model.c)
 story = checkpoint.encode(tokenizer, read_prompts("stories")[1]["text"], c.bos)[:120]
 prompt = story[:24]
 print(f"{L} blocks; a story of {len(story)} tokens, of which {len(prompt)} are the prompt")
@@ -108,7 +110,10 @@ print("up to its gap the draft has the target's states; at its end they differ b
 from methods.dynamic import DEL
 from speculative import rounds
 
-drafter, table, chosen, lengths = DEL(model, gamma=8), [], [], []
+drafter = DEL(model, gamma=8)
+table = []
+chosen = []
+lengths = []
 for _, r in rounds(model, [prompt], 80, drafter):
     hits, misses = drafter.counts[:2]
     table.append((hits + 1) / (hits + misses + 2))              # (L-1,) DEL's estimates of alpha
@@ -150,7 +155,8 @@ from speculative import generate
 whole = Teacher(model, prompt + written)
 places = slice(len(prompt) - 1, -1)                             # those whose next token was written
 by_exit = torch.stack([whole.acceptance(early_exit(L, e))[places] for e in range(1, L)])   # (L-1, 80)
-true, recent = by_exit.mean(1), by_exit[:, -40:].mean(1)
+true = by_exit.mean(1)
+recent = by_exit[:, -40:].mean(1)
 off = [float((table[-1] - alpha).abs().mean()) for alpha in (true, recent)]
 print(f"DEL's estimates are off by {off[0]:.3f} from the whole text, by {off[1]:.3f} from its last 40 tokens")
 assert not SHIPPED or off[1] < off[0] and max(true[4 : L // 2]) < true[3] + 0.02
@@ -235,8 +241,10 @@ from control import best_gamma, expected_speedup
 worth = []
 for name, gone in zip(("the first set", "the best set"), sets, strict=True):
     kept = swift.kept(gone)
-    right, price = whole.acceptance(kept)[places], costs.step(kept)
-    alpha, error = float(right.mean()), float(right.std() / len(right) ** 0.5)
+    right = whole.acceptance(kept)[places]
+    price = costs.step(kept)
+    alpha = float(right.mean())
+    error = float(right.std() / len(right) ** 0.5)
     worth.append(alpha)
     assert not SHIPPED or price > 0.5 and max(worth) - min(worth) < 1.5 * error
     print(f"{name}: alpha {alpha:.2f} ± {error:.2f}, c {price:.2f}, "

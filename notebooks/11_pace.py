@@ -25,7 +25,9 @@ from support.texts import read_prompts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
-c, L, costs = model.c, model.c.n_layers, weight_costs(model.c)
+c = model.c
+L = model.c.n_layers
+costs = weight_costs(model.c)
 prompt = checkpoint.encode(tokenizer, read_prompts("stories")[1]["text"], c.bos)[:24]
 print(f"{L} blocks; the prompt has {len(prompt)} tokens")
 
@@ -60,7 +62,9 @@ stream = [(kind, checkpoint.encode(tokenizer, line["prompt"], c.bos)) for first 
           for kind in ("stories", "dialogues", "maths", "code")
           for line in read_prompts(kind)[first : first + 2]]
 kinds = [kind for kind, _ in stream]
-pace, chosen, tau = Pace(model, candidates(model, costs), costs), [], []
+pace = Pace(model, candidates(model, costs), costs)
+chosen = []
+tau = []
 for _, ids in stream:
     before = Counter(pace.chosen)
     (text,), passes = generate(model, [ids], 32, pace, eos=c.eos)
@@ -109,11 +113,13 @@ from methods.pace import STAKE
 
 useless = list(range(L, 2 * L))                                 # the second half of the model, alone
 careful = Pace(model, [self_draft("useless", model, useless, costs)], costs)
-balances, tokens = [STAKE], [0]
+balances = [STAKE]
+tokens = [0]
 for state, _ in rounds(model, [prompt], 120, careful):
     balances.append(careful.balance)
     tokens.append(len(state.known[0]) - len(prompt))
-fixed, cost = [(0, 0.0)], costs.step(useless)
+fixed = [(0, 0.0)]
+cost = costs.step(useless)
 for state, r in rounds(model, [prompt], 120, SelfDraft(model, useless, 2)):
     fixed.append((len(state.known[0]) - len(prompt), fixed[-1][1] + len(r.new[0]) - 1 - 2 * cost))
 tries = careful.chosen["useless"]
@@ -177,7 +183,8 @@ print("the same 60 tokens")
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 good = list(range(L))
-free, spent = Pace(model, [self_draft("first half", model, good, costs)], costs), 0.0
+free = Pace(model, [self_draft("first half", model, good, costs)], costs)
+spent = 0.0
 for _ in rounds(model, [prompt], 120, free):
     pass
 for _ in rounds(model, [prompt], 120, SelfDraft(model, good, 2)):

@@ -27,9 +27,11 @@ from speculative import generate
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, "cpu", torch.float32)
-c, L = model.c, model.c.n_layers
+c = model.c
+L = model.c.n_layers
 prompt = checkpoint.encode(tokenizer, read_prompts("stories")[0]["prompt"], c.bos)
-cache, n = KVCache(c, 1, len(prompt) + 64, torch.float32), len(prompt)
+cache = KVCache(c, 1, len(prompt) + 64, torch.float32)
+n = len(prompt)
 prefill(model, torch.tensor([prompt]), cache)
 print(f"{L} blocks of {c.dim} numbers; the prompt has {n} tokens")
 
@@ -150,7 +152,8 @@ for name, seconds in interleave(work, 15).items():
 from control import weight_costs
 from lab.bench.shared import SHAPES                             # what the model cards say
 
-LAUNCH, READS = 5e-6, 3.35e12                                   # seconds; bytes per second
+LAUNCH = 5e-6                                                   # seconds
+READS = 3.35e12                                                 # bytes per second
 shapes = {"this one": c} | SHAPES
 
 
@@ -443,7 +446,8 @@ for kind, row in points.items():
     for E, (c_bytes, alpha) in zip(steps, row, strict=True):
         speeds[kind, E] = expected_speedup(alpha, best_gamma(alpha, c_bytes), c_bytes)
     E = max(steps, key=lambda E: speeds[kind, E])
-    (c_bytes, alpha), (c_all, alpha_all) = row[steps.index(E)], row[-1]
+    c_bytes, alpha = row[steps.index(E)]
+    c_all, alpha_all = row[-1]
     print(f"{kind:8} all blocks: alpha {alpha_all:.3f} at c {c_all:.2f}, speed {speeds[kind, L]:.2f}; "
           f"best: {E:2} blocks, alpha {alpha:.2f} at c {c_bytes:.2f}, speed {speeds[kind, E]:.2f}")
 if SHIPPED:

@@ -19,7 +19,8 @@
 # %%
 # %run start.py
 MODEL = ROOT / "runs" / "smollm"        # made by `make smollm`
-COUNT, NEW = 4, 40                      # prompts of each kind, tokens of each answer
+COUNT = 4                               # prompts of each kind
+NEW = 40                                # tokens of each answer
 
 # %%
 from control import best_gamma, expected_speedup, expected_tokens, weight_costs
@@ -29,7 +30,8 @@ from support.texts import read_prompts, read_texts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
-L, costs = model.c.n_layers, weight_costs(model.c)
+L = model.c.n_layers
+costs = weight_costs(model.c)
 
 
 def prompts_of(kind):
@@ -77,7 +79,8 @@ def alpha_of(teachers, sublayers):
 
 def exits(model, teachers):
     """[(c, alpha, its standard error)] of all exits."""
-    costs, L = weight_costs(model.c), model.c.n_layers
+    costs = weight_costs(model.c)
+    L = model.c.n_layers
     return [(costs.step(early_exit(L, e)), *alpha_of(teachers, early_exit(L, e))) for e in range(1, L)]
 
 
@@ -127,7 +130,8 @@ figure
 
 # %%
 every = [*range(2 * L)]
-choosing, scoring = teachers[:2], teachers[2:]
+choosing = teachers[:2]
+scoring = teachers[2:]
 alone = [alpha_of(choosing, every[:i] + every[i + 1 :])[0] for i in every]
 
 # %% jupyter={"source_hidden": true}
@@ -148,10 +152,12 @@ figure
 
 # %%
 assert max(costs.sublayers) < 0.02 * costs.whole
-order, row = sorted(every, key=lambda i: -alone[i]), []
+order = sorted(every, key=lambda i: -alone[i])
+row = []
 for count in (1, 2, 4, 8, 12, 16, 24):
     left = sorted(set(every) - set(order[:count]))
-    (alpha, error), c = alpha_of(scoring, left), costs.step(left)
+    alpha, error = alpha_of(scoring, left)
+    c = costs.step(left)
     row.append(max(expected_speedup(alpha, gamma, c) for gamma in range(1, 17)))
     print(f"{count:2} of {2 * L} left out: alpha {alpha:.2f} ± {error:.2f}, c {c:.2f}, "
           f"at best {row[-1]:.2f} times plain decoding")
@@ -178,7 +184,8 @@ print(f"c 0.9 and always right: {once:.2f} with gamma 1, {often:.2f} with gamma 
 blocks = sorted(range(L), key=lambda b: -alone[2 * b] - alone[2 * b + 1])
 for count in (1, 2, 4, 8, 16):
     left = [i for i in every if i // 2 not in blocks[:count]]
-    (alpha, error), c = alpha_of(scoring, left), costs.step(left)
+    alpha, error = alpha_of(scoring, left)
+    c = costs.step(left)
     most = max(expected_speedup(alpha, gamma, c) for gamma in range(1, 17))
     print(f"{count:2} of {L} blocks left out: alpha {alpha:.2f} ± {error:.2f}, c {c:.2f}, at best {most:.2f}")
     assert most < 1.03
@@ -357,7 +364,8 @@ questions = {kind: prompts_of(kind) for kind in KINDS}
 def measure(drafter):
     """{kind: (alpha, its standard error, tau)}, and for each place in a draft [tested, accepted]. The
     prompts of a kind are one batch: acceptance does not depend on it, and it takes less time."""
-    found, places = {}, {}
+    found = {}
+    places = {}
     for kind in KINDS:
         total = Counts()
         tested = torch.zeros(len(questions[kind]))              # per prompt: drafts that were tested
@@ -399,7 +407,8 @@ assert by_tau[0] == "chat" and by_tau[-2:] == ["translation", "code_edits"]
 from methods import heads
 
 eagle = heads.load(MODEL / "heads" / "eagle", model)
-head_share, vocab = costs.head / costs.whole, set(eagle.own.ids.tolist())
+head_share = costs.head / costs.whole
+vocab = set(eagle.own.ids.tolist())
 print(f"of a pass, the blocks are {1 - head_share:.0%}, the output head {head_share:.0%}: "
       f"as much as {costs.head / sum(costs.sublayers[:2]):.0f} blocks; "
       f"EAGLE's own weights would be {eagle.price.weights / costs.whole:.0%}")

@@ -68,7 +68,8 @@ def draw_rotation(freqs, count=64):
     left.set(xlabel="position m", ylabel="pair i", title="cosine of the angle of each pair")
     figure.colorbar(image, ax=left)
     for hand, pair in enumerate([0, len(freqs) // 4, len(freqs) // 2]):
-        angle, radius = at * freqs[pair], 1 - 0.2 * hand
+        angle = at * freqs[pair]
+        radius = 1 - 0.2 * hand
         right.plot(radius * angle.cos(), radius * angle.sin(), color=HUES[hand], marker="os^"[hand], ms=3,
                    lw=0, label=f"pair {pair}")
     right.set(aspect="equal", title=f"three hands at positions 0 to {count - 1}", xticks=[], yticks=[],
@@ -184,7 +185,8 @@ def draw_outcomes(paths, name):
             nodes.setdefault(tuple(taken for *_, taken in steps[:k]), []).append(y)
     middle = {node: (ys[0] + ys[-1]) / 2 for node, ys in nodes.items()}
     for y, (steps, text) in enumerate(paths):
-        hue, product = HUES[ends.index(text) % len(HUES)], 1.0
+        hue = HUES[ends.index(text) % len(HUES)]
+        product = 1.0
         for k, (options, chances, taken) in enumerate(steps):
             start, end = (tuple(t for *_, t in steps[:n]) for n in (k, k + 1))
             product *= chances[taken]
@@ -318,7 +320,8 @@ def round_html(r, tokenizer):
     def name(token):
         return f"{token} {tokenizer.decode([token], skip_special_tokens=False)!r}"
 
-    drafted, q = r.draft.tokens[..., None], r.draft.q                                   # (B, K, 1)
+    drafted = r.draft.tokens[..., None]                                                 # (B, K, 1)
+    q = r.draft.q
     p = r.p[:, : drafted.shape[1]].gather(2, drafted)[..., 0]                           # (B, K)
     q = torch.ones_like(p) if q is None else q.gather(2, drafted)[..., 0]               # (B, K)
     lines = ["<tr><th>row<th>drafted<th>p<th>q<th>verdict"]
@@ -334,14 +337,18 @@ def round_html(r, tokenizer):
 
 def place(parents):
     """Where to draw each node of a tree: its depth, and its row. A first child stays in its parent's row."""
-    depth, row, todo, rows = {0: 0}, {0: 0}, [0], 0
+    depth = {0: 0}
+    row = {0: 0}
+    todo = [0]
+    rows = 0
     while todo:                                                 # depth first, so that no lines cross
         node = todo.pop()
         if node > 0:
             parent = parents[node - 1]
             first = parents.index(parent) == node - 1
             rows += not first
-            depth[node], row[node] = depth[parent] + 1, row[parent] if first else rows
+            depth[node] = depth[parent] + 1
+            row[node] = row[parent] if first else rows
         todo += [k for k in range(len(parents), 0, -1) if parents[k - 1] == node]
     return depth, row
 

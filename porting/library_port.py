@@ -1,7 +1,9 @@
-"""The library as a port: it answers every case, so the traces are made with it and tested against it.
+"""The library as a port. It answers every case, so that the traces are made with it and tested
+against it.
 
 Wherever an answer depends on a decision between tokens, `Watch` notes how far that decision was
-from going the other way. Traces contain only decisions that rounding cannot change.
+from going the other way. No other port can say this, and without it a trace might depend on
+rounding.
 """
 import json
 import math
@@ -86,7 +88,8 @@ def cut_margin(logits, temperature=0.0, top_k=None, top_p=None, min_p=None, ties
 
 
 def tree_margin(p, tokens, parents, q):
-    """The smallest sum of a residual of p after a rejected sibling, leaving out those that are exactly 0."""
+    """The smallest sum of a residual of p after a rejected sibling, leaving out those that are
+    exactly 0."""
     rest, found = p.double().clone(), [1.0]
     for k, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         drawn = torch.zeros_like(rest[0]).index_fill_(0, torch.tensor(token), 1.0) if q is None else q[k]

@@ -10,27 +10,20 @@ from test_generate import SMALL, STORIES, as_json
 from tiny import command
 
 import checkpoint
-import generate
 from control import MOST, Costs
 from lab.m2r2 import M2R2
 from machine.quant import Int4, byte_costs
 from methods import heads
 from model import put
-from support import drafts, measure
+from support import drafts, generate, measure
 
 call = command(generate.main)
-
-
-@pytest.fixture(scope="module")
-def stories():
-    """(model, tokenizer)"""
-    return checkpoint.load(STORIES, "cpu", torch.float32)
 
 
 @pytest.fixture
 def plan(stories):
     """The Plan that flags ask for."""
-    return lambda *flags: drafts.plan(generate.parse(["x", *map(str, flags)]), *stories)
+    return lambda *flags: generate.plan(generate.parse(["x", *map(str, flags)]), *stories)
 
 
 def test_a_draft_vocabulary_shortens_the_head(call, plan, tmp_path):
@@ -66,7 +59,7 @@ def test_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
 
     def arms(model, folder, *flags):
         a = generate.parse(["x", "--draft", "auto", "--model", str(folder), *flags])
-        return {arm.name: arm for arm in drafts.plan(a, model, stories[1]).make().arms}
+        return {arm.name: arm for arm in generate.plan(a, model, stories[1]).make().arms}
 
     arm = arms(half, tmp_path)["few bits"]
     assert isinstance(arm.drafter.model.head, Int4) and len(arm.drafter.sublayers) == 2 * half.c.n_layers
@@ -110,7 +103,7 @@ def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, caps
 
     def names(*flags):
         a = generate.parse(["x", "--draft", "auto", "--model", str(tmp_path), *flags])
-        return [way.name for way in drafts.plan(a, *stories).make().arms]
+        return [way.name for way in generate.plan(a, *stories).make().arms]
 
     assert "prophet" in names() and "medusa" not in names()
     assert "medusa" in capsys.readouterr().err.splitlines()[0]
@@ -130,7 +123,7 @@ def test_costs_are_measured_once_for_large_models_only(call, plan, stories, tmp_
     assert "as measured" in first["how"] and len(measured) == 1
     assert "measured" in plan("--temperature", "0.8", "--fast").note, "who asks for speed gets it"
     assert "by weights" in plan("--temperature", "0.8").note, "the same seed writes the same text"
-    monkeypatch.setattr("machine.parallel.place", lambda: (0, 2))
+    monkeypatch.setattr("machine.parallel.here", lambda: (0, 2))
     assert "by weights" in plan().note, "each process would measure its own"
 
 

@@ -1,6 +1,5 @@
 """Pace never changes the text, never loses more than it may, and chooses what promises most."""
 from dataclasses import replace
-from types import SimpleNamespace
 
 import promises
 import pytest
@@ -8,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_heads import wild
-from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, small, warm
+from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, small, state_of, warm
 
 from control import MOST, Beta, Costs, expected_tokens, weight_costs
 from drafter import ModelDraft
@@ -120,7 +119,7 @@ def test_the_first_draft(price, alpha, most, drafted):
 
 def test_a_longer_text_makes_passes_dearer(models):
     drafter = Pace(models["llama"], [], Costs((1.0,) * 12, 8.0, slot=0.1))
-    now = drafter.look(SimpleNamespace(lengths=[5, 50], room=[2, 8]))
+    now = drafter.look(state_of([[1] * 5, [1] * 50], [3, 9]))
     assert (now.n, now.grown, now.room) == (50, 50 / 20, 8)
 
 
@@ -181,7 +180,7 @@ def test_confidence_is_calibrated():
 def test_one_more_is_drafted_while_its_chance_exceeds_its_price():
     rule = Calibrated([0.4, 0.6, 0.6, 0.6], prior=0.9)
     rule.trust = [Beta(prior=0.5)] * 10 + [Beta(prior=0.9)]
-    assert rule.how_far(SimpleNamespace(known=[[1], [1]])) == MOST
+    assert rule.how_far(state_of([[1], [1]], [9, 9])) == MOST
     sure = torch.tensor([[50.0] + [0.0] * 16, [0.0] * 17])              # probability 1, and 1/17
     assert rule.stop(0, sure, None) == [False, False]           # .81 and .45 against .4
     assert rule.stop(1, sure, None) == [False, True]            # .729 and .225 against .6

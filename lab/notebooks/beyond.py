@@ -41,7 +41,9 @@ from lab.plots import running_mean
 from notebooks import plots
 
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
-c, device, L = model.c, model.tok.device, model.c.n_layers
+c = model.c
+device = model.tok.device
+L = model.c.n_layers
 LONG = ROOT / "lab" / "notebooks" / "beyond.json"   # python -m lab.bench beyond --out lab/notebooks/beyond
 long = json.loads(LONG.read_text(encoding="utf-8")) if LONG.is_file() else {}
 later = Markdown("*The long run has not been made yet.*")
@@ -379,7 +381,8 @@ print("the same drafts, round by round")
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-run, batch = runs[3, 0], text.batch(0, 0, 2, 32).long().to(device)
+run = runs[3, 0]
+batch = text.batch(0, 0, 2, 32).long().to(device)
 with torch.no_grad():
     alone = train.losses(run.model, batch, range(2 * run.model.c.n_layers))[0]
     beside = beyond.stream_losses(run.model, run.head, batch)[0]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import generate
 from lab import hamburger, spectr, train_heads
 from lab.bench import __main__ as bench
+from support import generate
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [row.split(" | ") for row in (ROOT / "docs" / "papers.md").read_text(encoding="utf-8").splitlines()
