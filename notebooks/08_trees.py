@@ -300,8 +300,7 @@ print("written:", [round(v, 4) for v in written(p6, q6).tolist()])
 # It is not the only rule. *SpecTr* (2310.15141) draws k tokens independently and accepts the first that
 # passes a stricter test, which is also exact. *Typical acceptance* (Medusa, 2401.10774) accepts any token
 # that p considers likely enough, without a coin (question 3). How much *any* exact rule can accept is a
-# problem of optimal transport, and [lab/tests/test_traversal.py](../lab/tests/test_traversal.py) computes
-# it.
+# problem of optimal transport, and [lab/optimal.py](../lab/optimal.py) computes it.
 #
 # ## Which shape?
 #

@@ -20,12 +20,6 @@ from support import drafts, generate, measure
 call = command(generate.main)
 
 
-@pytest.fixture(scope="module")
-def stories():
-    """(model, tokenizer)"""
-    return checkpoint.load(STORIES, "cpu", torch.float32)
-
-
 @pytest.fixture
 def plan(stories):
     """The Plan that flags ask for."""

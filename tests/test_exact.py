@@ -18,7 +18,6 @@ from machine.tapes import Tape
 from methods.heads import Eagle, Kangaroo
 from methods.suffix import Suffix
 from methods.trees import Siblings
-from methods.within import Within
 from model import StandIn
 from sampling import Race, to_probs
 from speculative import rounds
@@ -29,8 +28,7 @@ WAYS = {"exit": lambda m: SelfDraft(m, range(8), 3), "half a block": lambda m: S
         "suffix": lambda m: Suffix(5), "stopped": lambda m: SelfDraft(m, range(8), Unsure(5)),
         "model": lambda m: ModelDraft(small(m).to(m.tok.dtype), 3), "eagle": lambda m: Eagle(m).drafter(3),
         "kangaroo": lambda m: Kangaroo(m, 2).drafter(3),
-        "int4": lambda m: SelfDraft(quantise(m, "int4", head="int4"), range(12), 3),
-        "lookup in int4": lambda m: Within(quantise(m, "int4", head="int4"), Suffix(2), 4)}
+        "int4": lambda m: SelfDraft(quantise(m, "int4", head="int4"), range(12), 3)}
 SEEDS = [3, 1, 4, 1]
 
 

@@ -159,7 +159,7 @@ def test_each_process_reads_only_its_slices(folders, monkeypatch, family):
 
         def __init__(self, name, stored):
             self.name, self.stored = name, stored
-            self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
+            self.shape, self.dtype = stored.shape, stored.dtype
 
         def __getitem__(self, cuts):
             read[self.name] += self.stored[cuts].numel()

@@ -14,7 +14,7 @@ def test_block_verification_accepts_more(monkeypatch):
                      "--quick", "--prompts", "stories"])
     text, data = block.run(a)
     (row,) = data["rows"]
-    assert 1 < row["tau"]["token by token"] and 1 < row["tau"]["block"] and "| 1.0 | 2 / 2 / 2 |" in text
+    assert 1 < row["tau"]["token by token"] and 1 < row["tau"]["block"] and "| 1.0 | 4 | " in text
 
 
 def test_plain_decoding_beside_transformers(monkeypatch):
