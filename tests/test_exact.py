@@ -97,7 +97,7 @@ def test_drafted_is_plain_to_the_bit(plain, mode, family, name, dtype):
 
 
 def test_every_pass_has_one_shape():
-    """A prompt of 13 tokens and a draft of 10, too. What differs is rounded away in these small models."""
+    """Even for a prompt of 13 tokens and a draft of 10. Rounding would hide a difference here."""
     class Spy(StandIn):
         def __init__(self, model):
             super().__init__(model)
@@ -115,7 +115,7 @@ def test_every_pass_has_one_shape():
 
 
 def test_in_c_all_passes_are_made_of_the_loops(monkeypatch):
-    """Prompts and batches, too."""
+    """Even prompts and batches."""
     m = exactly(make(LIVELY["llama"]).float())
     monkeypatch.setattr(m.model, "run", pytest.fail)
     assert isinstance(m, FewRows)

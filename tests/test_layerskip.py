@@ -255,7 +255,7 @@ def test_a_copy_in_few_bits_hands_nothing_over(name):
         w.copy_((4 * w).round() / 4)
     _, draft = begun(SUBLAYERS[name], TEXTS["three rows"], (0, 1, 9), rough)
     if draft.reuse is not None:
-        fail(f"a copy of the target in few bits drafts with the sub-layers {SUBLAYERS[name]}", "reuse = None",
+        fail(f"a quantised copy of the target drafts with the sub-layers {SUBLAYERS[name]}", "reuse = None",
              f"the states before sub-layer {draft.reuse.first}", "a copy's states are not the target's, and "
              "its text would change: hand them over only where self.is_target is true")
 

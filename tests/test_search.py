@@ -117,7 +117,7 @@ def test_a_trial_follows_from_the_seed_and_the_trials_before_it():
 
 @pytest.fixture
 def flags(tmp_path, monkeypatch):
-    """A command line, beside a model whose drafts are worth something, a text and costs."""
+    """A command line, with a model whose drafts are worth something, a text and costs."""
     monkeypatch.chdir(tmp_path)
     model = make(replace(LLAMA, **SMALL)).float()
     for b in model.blocks[1:]:
@@ -159,7 +159,7 @@ def killed(argv):
 
 
 def test_a_search_that_was_killed_goes_on_where_it_was(call, flags):
-    """Wherever in its log that was. Another search starts anew, and says so."""
+    """Wherever in its log that was. Another search starts from nothing, and says so."""
     process = multiprocessing.get_context("fork").Process(target=killed, args=[flags()])
     process.start()
     process.join(60)

@@ -126,7 +126,7 @@ test_one_wait_a_round = promises.one_wait_a_round(
 
 @each_family
 def test_a_round_of_a_tree_is_a_chain(models, family):
-    """A Round holds what belongs to the accepted path; and the cache is that of a pass over the text."""
+    """A Round holds what belongs to the accepted path; and the cache is what a pass over the text leaves."""
     m, seen, drafter = models[family], Counter(), Grove([[0, 0, 1, 2, 2, 0, 5]])
     drafter.taps = (3, 11)
     near = lambda a, b: (a - b).abs().max() < 1e-9  # noqa: E731
