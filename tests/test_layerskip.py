@@ -70,7 +70,7 @@ def test_acceptance_is_that_of_the_loop(models, family, ids):
         _, r = next(rounds(m, prefixes, 2, SelfDraft(short or m, sublayers, 1), probs))
         got = teacher.acceptance(sublayers, short)
         assert (got - torch.minimum(r.p[:, 0], r.draft.q[:, 0]).sum(-1)).abs().max() < 1e-12
-        assert (teacher.draft(sublayers, short)[0] - r.draft.q[:, 0]).abs().max() < 1e-12
+        assert (teacher.q(sublayers, short)[0] - r.draft.q[:, 0]).abs().max() < 1e-12
         assert 0 <= float(got.min()) < float(got.max()) <= 1
         seen.add(tuple(got.tolist()))
     assert len(seen) == len(DRAFTS), "acceptances that do not differ prove little"

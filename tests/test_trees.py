@@ -234,7 +234,7 @@ def test_rank_acceptance_by_hand():
 def test_measured_ranks_are_what_first_families_accept(models):
     m, text = models["llama"], [1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8, 2, 11, 3, 3, 5]
     teacher = Teacher(m, text, warm)
-    ranks = rank_acceptance(to_probs(teacher.p.log()), teacher.draft(range(8)), 3)
+    ranks = rank_acceptance(to_probs(teacher.p.log()), teacher.q(range(8)), 3)
     prefixes = [text[: i + 1] for i in range(len(text))]
     _, r = next(rounds(m, prefixes, 4, Siblings(SelfDraft(m, range(8), 1), [1, 1])))
     assert r.accepted.double().mean() == pytest.approx(sum(ranks)) and 0 < ranks[1] + ranks[2]
