@@ -67,34 +67,6 @@ def expected_speedup(alpha, gamma, cost, verify_cost=1.0):
     return expected_tokens(alpha, gamma) / round_cost(gamma, cost, verify_cost)
 
 
-def nested_cost(alpha, gamma, cost, most, pass_cost=lambda T: 1.0):
-    """What a draft of `most` tokens costs if it is itself drafted for (`methods.within`): the model
-    that writes it verifies up to gamma tokens at a time of an inner drafter, with acceptance rate
-    alpha and `cost` for each token. pass_cost(T): that model's pass over T tokens. The unit is that
-    of the two costs.
-
-    Divided by `most` it is the c of the formulas, and the rest stays: the outer draft has the law
-    of that model, whoever drafted for it. It is a sum over how the first round may end, since the
-    tokens that are left are again a draft. No round drafts what would go beyond `most`.
-
-    With int4 at 0.4 passes a token, and lookup for it that costs nothing and is right half of the
-    time, one token at a time: the first of two tokens takes a pass over two, and half of the time
-    the second takes one more.
-
-    >>> round(nested_cost(0.5, 1, 0.0, 2, lambda T: 0.4), 2)    # 0.4 + 0.5 * 0.4, not 2 * 0.4
-    0.6
-    >>> round(expected_speedup(0.9, 2, 0.6 / 2), 2)             # where int4 alone brings 1.51
-    1.69
-    """
-    costs = [0.0]   # of drafts of 0, 1, 2, ... tokens
-    for left in range(1, most + 1):
-        K = min(gamma, left - 1)    # leave room for the token after them
-        ends = [alpha ** k * (1 - alpha) for k in range(K)] + [alpha ** K]     # k are accepted
-        rest = sum(chance * costs[left - 1 - k] for k, chance in enumerate(ends))
-        costs.append(K * cost + pass_cost(K + 1) + rest)
-    return costs[most]
-
-
 def best_gamma(alpha, cost, most=MOST, least=0, pass_cost=lambda T: 1.0):
     """The gamma >= `least` with the highest expected speed-up. With least = 0 it is 0
     (do not draft) if no speed-up exceeds 1. pass_cost(T): the cost of a pass over T tokens relative

@@ -5,7 +5,6 @@ with the very q that they were drawn from, and the loop does the rest.
 """
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -114,19 +113,6 @@ class Drafter:
     def observe(self, state, r):
         """Called after a Round r, to learn from it."""
         self.rule.learn(state, r)
-
-    def ahead(self, state, r):
-        """The drafter that goes on after a Round r that may yet be taken back (see
-        `methods.within`): the same, as long as it drafts from the known tokens alone."""
-        return self
-
-
-def observed(drafter, state, r):
-    """A copy of the drafter that has observed r, to be dropped if r is taken back. What the two
-    share are tensors addressed by slots: no slot of r is read before it is written again."""
-    copied = copy.copy(drafter)
-    copied.observe(state, r)
-    return copied
 
 
 class Wrapper(Drafter):
@@ -248,7 +234,6 @@ class ModelDraft(Drafter):
     Otherwise one is. Reading a token again only rewrites the same keys and values, so both cases
     share this code.
     """
-    ahead = observed
 
     def __init__(self, model: Transformer, rule: Rule | int,
                  sublayers: Sequence[int] | None = None):

@@ -9,6 +9,7 @@ tour is museum.md.
 import argparse
 import ast
 import difflib
+import itertools
 import random
 import sys
 from functools import partial
@@ -28,7 +29,7 @@ from exercises.serving import constrain, ring_mask, ring_size  # noqa: E402
 from methods.trees import verify_tree  # noqa: E402
 from sampling import Coins, to_probs  # noqa: E402
 from speculative import until  # noqa: E402
-from support.cuts import bare, change, find  # noqa: E402
+from support.cuts import bare, change, find, read  # noqa: E402
 from verification import verify  # noqa: E402
 
 OURS = {"verify": verify, "verify_tree": verify_tree, "chain": chain, "until": until, "to_probs": to_probs,
@@ -202,75 +203,35 @@ def of_verify(name, changes, *rest):
     return Exhibit(name, "verification.py", "verify", changes, *rest)
 
 
-EXHIBITS = [
-    of_verify("every draft is accepted",
-              ((PASSED, "passed = (ratio > 0.0) & live"),),
-              [HALF, HALF], [FIFTH]),
-    of_verify("the residual through a softmax",
-              ((RESIDUAL, "residual = (residual - q).clamp(min=0).softmax(-1)"),),
-              [HALF, HALF], [FIFTH]),
-    Exhibit("only the rejected token is set to zero", "methods/trees.py", "verify_tree",
-            (("less = (left - q[:, k]).clamp_(min=0)", "less = left.scatter(1, token, 0.0)"),),
-            [[0.2, 0.4, 0.4], [0.2, 0.4, 0.4]], [[0.6, 0.4, 0.0]]),
-    of_verify("the replacement comes from the next row",
-              (("p = p[row, accepted]", "p = p[row, accepted + rejected.long()]"),
-               (RESIDUAL, "residual = p")),
-              [[1.0, 0.0], [0.0, 1.0]], [HALF]),
-    of_verify("the bonus token is the likeliest one",
-              ((LAST, "token = coins.choose(torch.where(some, residual, p))\n"
-                "return torch.where(rejected, token, p.argmax(-1))"),), [HALF, [0.6, 0.4]], [HALF]),
-    of_verify("the bonus token forgets the temperature, here 0.5",
-              ((LAST, "p = torch.where(rejected[:, None], p, p ** 0.5)\n" + LAST),), [HALF, FIFTH], [HALF]),
-    of_verify("one uniform decides twice",
-              ((PASSED, "coins.spent = coins.take(ratio.numel(), p.device).view(ratio.shape)\n"
-                "passed = (coins.spent < ratio) & live"),
-               (LAST, "fresh = coins.choose(torch.where(some, residual, p))\n"
-                "cdf = residual.cumsum(-1)\n"
-                "again = coins.spent.gather(1, accepted.clamp(max=live.shape[1] - 1)[:, None])\n"
-                "again = torch.searchsorted(cdf, again * cdf[:, -1:], right=True)[:, 0]\n"
-                "return torch.where(rejected, again, fresh)")),
-              [[0.4, 0.4, 0.2]] * 2, [[0.2, 0.2, 0.6]], {"points": sobol}),
-    Exhibit("draft and residual race by the same noise", "sampling.py", "Coins.choose",
-            (("u = self.take(total.numel(), cdf.device).view(total.shape)",
-              "arrives = self.noise.reshape(weights.shape) / weights"),
-             ("ids = torch.searchsorted(cdf, u * total, right=True)",
-              "ids = arrives.argmin(-1, keepdim=True)")),
-            [[0.1, 0.6, 0.3], [1.0, 0.0, 0.0]], [[0.6, 0.3, 0.1]], {"points": sobol}),
-    Exhibit("the draft is argmax, q is soft", "drafter.py", "chain",
-            (("token = state.coins.choose(q)", "token = q.argmax(-1)"),), [HALF, HALF], [[0.8, 0.2]]),
-    Exhibit("drawn from the cut q, judged by the whole one", "drafter.py", "chain",
-            (("qs.append(q)", "qs.append(logits.softmax(-1))"),),
-            [[0.5, 0.5, 0.0]] * 2, [[0.4, 0.3, 0.3]], {"sampling": WARM | {"top_k": 2}}),
-    of_verify("block verification by products of uniforms",
-              ((PASSED, "u = coins.take(ratio.numel(), p.device).view(ratio.shape).cumprod(1)\n"
-                "passed = (u <= ratio.clamp(max=1).cumprod(1)) & live"),
-               ("accepted = passed.cumprod(1).sum(1)", "accepted = (passed * live.cumsum(1)).amax(1)")),
-              [[1 / 3, 2 / 3]] * 3, [[2 / 3, 1 / 3]] * 2, {"points": sobol}),
-    of_verify("the first draft is never tested",
-              ((PASSED, "passed = (coins.flip(ratio) | (live.cumsum(1) == 1)) & live"),),
-              [[1.0, 0.0]] * 2, None, {"copied": [1]}),
-    Exhibit("of equal logits the last one wins", "sampling.py", "to_probs",
-            (("one_hot(logits.max(-1).indices, logits)",
-              "one_hot(logits.shape[-1] - 1 - logits.flip(-1).max(-1).indices, logits)"),),
-            [HALF, HALF], None, {"copied": [0], "sampling": {"temperature": 0.0}}),
-    Exhibit("a coin of 0 accepts what has no chance", "sampling.py", "Coins.flip",
-            (("view(prob.shape) < prob", "view(prob.shape) <= prob"),),
-            [[1.0, 0.0]] * 2, [[0.0, 1.0]], {"points": lambda: wide([[0.0] * 9])}),
-    Exhibit("an end of text inside the draft is passed over", "speculative.py", "until",
-            (("for i, token in enumerate(tokens)", "for i, token in list(enumerate(tokens))[-1:]"),),
-            [HALF, HALF], [HALF], {"eos": [0]}),
-    Exhibit("rejected drafts stay in the cache", "minimal.py", "rounds_with_cache",
-            (("len(tokens) + left", "4 * (len(tokens) + left)"),
-             ("before += len(new)", "before += len(xs)"))),
-    Exhibit("the draft draws the same number each round", "drafter.py", "chain",
-            (("token = state.coins.choose(q)",
-              "from sampling import Coins\ntoken = Coins(state.coins.seed + 1).choose(q)"),),
-            [HALF] * 4, [HALF], {"points": sobol, "rounds": 2}),
-    Exhibit("one state of the grammar for the whole block", "exercises/serving.py", "constrain",
-            (("state = grammar[state, tokens[:, k]].clamp(min=0)", "pass"),),
-            [HALF, HALF], [HALF], {"grammar": [[1, -1], [-1, 0]]}),
-    Exhibit("a ring of as many slots as the window", "exercises/serving.py", "ring_size",
-            (("return window + gamma", "return window"),))]
+INPUTS = {      # of each exhibit: p, q, and what else is given
+    "every draft is accepted": ([HALF, HALF], [FIFTH]),
+    "the residual through a softmax": ([HALF, HALF], [FIFTH]),
+    "only the rejected token is set to zero": ([[0.2, 0.4, 0.4]] * 2, [[0.6, 0.4, 0.0]]),
+    "the replacement comes from the next row": ([[1.0, 0.0], [0.0, 1.0]], [HALF]),
+    "the bonus token is the likeliest one": ([HALF, [0.6, 0.4]], [HALF]),
+    "the bonus token forgets the temperature, here 0.5": ([HALF, FIFTH], [HALF]),
+    "one uniform decides twice": ([[0.4, 0.4, 0.2]] * 2, [[0.2, 0.2, 0.6]], {"points": sobol}),
+    "draft and residual race by the same noise":
+        ([[0.1, 0.6, 0.3], [1.0, 0.0, 0.0]], [[0.6, 0.3, 0.1]], {"points": sobol}),
+    "the draft is argmax, q is soft": ([HALF, HALF], [[0.8, 0.2]]),
+    "drawn from the cut q, judged by the whole one":
+        ([[0.5, 0.5, 0.0]] * 2, [[0.4, 0.3, 0.3]], {"sampling": WARM | {"top_k": 2}}),
+    "block verification by products of uniforms":
+        ([[1 / 3, 2 / 3]] * 3, [[2 / 3, 1 / 3]] * 2, {"points": sobol}),
+    "the first draft is never tested": ([[1.0, 0.0]] * 2, None, {"copied": [1]}),
+    "of equal logits the last one wins":
+        ([HALF, HALF], None, {"copied": [0], "sampling": {"temperature": 0.0}}),
+    "a coin of 0 accepts what has no chance":
+        ([[1.0, 0.0]] * 2, [[0.0, 1.0]], {"points": lambda: wide([[0.0] * 9])}),
+    "an end of text inside the draft is passed over": ([HALF, HALF], [HALF], {"eos": [0]}),
+    "the draft draws the same number each round":
+        ([HALF] * 4, [HALF], {"points": sobol, "rounds": 2}),
+    "one state of the grammar for the whole block":
+        ([HALF, HALF], [HALF], {"grammar": [[1, -1], [-1, 0]]})}
+BUGS = itertools.groupby(read(Path(__file__).with_suffix(".txt")), key=lambda row: row.why)
+EXHIBITS = [Exhibit(name, rows[0].file, rows[0].scope, tuple((row.old, row.new) for row in rows),
+                    *INPUTS.get(name, ()))
+            for name, rows in ((name, list(group)) for name, group in BUGS)]
 
 
 # --- which of these five is wrong?

@@ -61,7 +61,7 @@ class Part(NamedTuple):
     def read(self, stored, shape):
         """This process's slice of a stored tensor, where `shape` is smaller than the tensor."""
         cuts = []
-        for whole, own in zip(stored.get_shape(), shape, strict=True):
+        for whole, own in zip(stored.shape, shape, strict=True):
             first = min(self.rank * own, whole - own)   # where uneven, the last slice overlaps
             cuts.append(slice(first, first + own))
         return stored[tuple(cuts)].contiguous()

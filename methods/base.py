@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from control import MOST
-from drafter import Drafter, observed
+from drafter import Drafter
 from kvcache import KVCache, pick
 from layerskip import same_model
 from methods.trees import Siblings
@@ -125,7 +125,6 @@ class Reader(Drafter):
     """
     # the block reads the state of a token together with the token that many places after it
     late = 0
-    ahead = observed
 
     def __init__(self, head, *args):
         super().__init__(*args)
@@ -185,7 +184,6 @@ class Reader(Drafter):
 
 class LastState(Drafter):
     """Keeps the state of the last token read."""
-    ahead = observed
 
     def __init__(self, head, rule):
         super().__init__(rule)

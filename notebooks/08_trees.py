@@ -300,8 +300,7 @@ print("written:", [round(v, 4) for v in written(p6, q6).tolist()])
 # It is not the only rule. *SpecTr* (2310.15141) draws k tokens independently and accepts the first that
 # passes a stricter test, which is also exact. *Typical acceptance* (Medusa, 2401.10774) accepts any token
 # that p considers likely enough, without a coin (question 3). How much *any* exact rule can accept is a
-# problem of optimal transport, and [lab/tests/test_traversal.py](../lab/tests/test_traversal.py) computes
-# it.
+# problem of optimal transport, and [lab/optimal.py](../lab/optimal.py) computes it.
 #
 # ## Which shape?
 #
@@ -314,7 +313,7 @@ from methods.trees import best_tree, rank_acceptance, tree_tokens
 
 stories = [checkpoint.encode(tokenizer, line["text"], c.bos)[:120] for line in read_prompts("stories")[:4]]
 teachers = [Teacher(model, ids, lambda z: z) for ids in stories]
-both = [(to_probs(teacher.p), teacher.draft(range(2 * EXIT))) for teacher in teachers]
+both = [(to_probs(teacher.p), teacher.q(range(2 * EXIT))) for teacher in teachers]
 p_all, q_all = (torch.cat(part, 1) for part in zip(*both, strict=True))
 ranks = rank_acceptance(p_all, q_all, 4)
 level = weight_costs(c).step(range(2 * EXIT))
@@ -494,7 +493,7 @@ print("typical:", [round(v, 4) for v in typical.tolist()])
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 greedy = Kept(Siblings(SelfDraft(model, range(2 * EXIT), 1), [1, 1]))
 state, r = next(rounds(model, [prompt], 8, greedy))
-logits = Teacher(model, prompt, lambda z: z).draft(range(2 * EXIT))[0, -1]
+logits = Teacher(model, prompt, lambda z: z).q(range(2 * EXIT))[0, -1]
 assert greedy.draft.tokens[0].tolist() == logits.topk(3).indices.tolist()
 assert (greedy.draft.q.amax(-1) == 1).all()
 print("siblings:", [tokenizer.decode([t]) for t in greedy.draft.tokens[0]], "accepted:", int(r.accepted[0]))

@@ -1,12 +1,15 @@
 """Files are replaced as a whole."""
 import os
+from pathlib import Path
 
 import pytest
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from tiny import tree
 
 import files
 from machine.kept import cache_file
+
+STORED = Path(__file__).resolve().parents[1] / "weights/stories-draft"
 
 
 @pytest.mark.parametrize("error", [SafetensorError("full"), None])
@@ -58,3 +61,23 @@ def test_permissions_links_and_what_cannot_be_written(tmp_path):
         for write in (files.check_writable, lambda path: files.write_file(path, "y")):
             with pytest.raises(OSError, match="cannot be written"):
                 write(path)
+
+
+def test_weights_are_not_held_in_memory_by_the_file_that_they_were_read_from(monkeypatch):
+    """While a model was loaded, it took twice its size."""
+    opened = []
+
+    class Watched:
+        def __init__(self, path, framework):
+            self.file = safe_open(path, framework)
+            self.keys, self.get_slice = self.file.keys, self.file.get_slice
+            opened.append(path)
+
+        def __del__(self):
+            opened.pop()
+
+    monkeypatch.setattr(files, "safe_open", Watched)
+    found = files.find_weights(STORED)
+    assert not opened
+    assert all(stored[:].shape == stored.shape for stored in found.values())
+    assert not opened, "a file that stays open keeps its pages"

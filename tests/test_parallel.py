@@ -45,7 +45,7 @@ DRAFTERS = {  # (target, small model) -> drafter
 
 
 def written(folder):
-    """{family and drafter: [text and passes, greedy; the same, sampled]}, and greedy texts in few bits: of
+    """{family and drafter: [text and passes, greedy; the same, sampled]}, and greedy texts, quantised: of
     plain decoding and of two drafts. Each process quantises its own slices."""
     part, made = parallel.here(), {}
 
@@ -139,7 +139,7 @@ def folders(tmp_path_factory):
 
 
 def test_several_processes_write_the_text_of_one(folders, tmp_path):
-    """With as many passes, greedy and sampled; and in few bits."""
+    """With as many passes, greedy and sampled, and when quantised."""
     (first, _, err), (second, _, other) = spawn(tmp_path / "group", 2, written, folders)
     assert err == other == "" and first == second
     ours, texts = first
@@ -159,7 +159,7 @@ def test_each_process_reads_only_its_slices(folders, monkeypatch, family):
 
         def __init__(self, name, stored):
             self.name, self.stored = name, stored
-            self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
+            self.shape, self.dtype = stored.shape, stored.dtype
 
         def __getitem__(self, cuts):
             read[self.name] += self.stored[cuts].numel()

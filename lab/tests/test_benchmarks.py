@@ -4,7 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
-from lab import train, train_heads, within
+from lab import train, train_heads
 from lab.bench import __main__ as bench
 from lab.bench import counts
 from support import generate, search
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README, PAPERS = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/papers.md"))
 BENCHMARKS = (ROOT / "lab" / "BENCHMARKS.md").read_text(encoding="utf-8")
 PARSE = {"generate.py": generate.parse, "search.py": search.parse, "-m lab.bench": bench.parse,
-         "-m lab.train": train.parse, "-m lab.train_heads": train_heads.parse, "-m lab.within": within.parse,
+         "-m lab.train": train.parse, "-m lab.train_heads": train_heads.parse,
          "-m lab.spectr": [].__eq__}     # it takes no flags
 
 

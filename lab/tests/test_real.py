@@ -7,7 +7,6 @@ import pytest
 from tiny import command
 
 import checkpoint
-from lab import within
 from lab.bench import __main__ as bench
 from lab.bench import llamacpp
 from lab.bench.real import dither
@@ -28,24 +27,6 @@ def folder(tmp_path):
     heads.save(head, folder / "heads" / "eagle")
     (folder / "heads" / "eagle" / "draft_vocab.json").write_text(json.dumps({"ids": [*range(1000)]}))
     return folder
-
-
-def test_the_copy_in_few_bits_is_made_once_for_all_runs(folder):
-    """It was made again for each run."""
-    model, _ = checkpoint.load(folder, "cpu")
-    assert within.lookup(model, 3).model is within.lookup(model, 5).model
-
-
-def test_two_levels_are_told_by_the_formula_and_measured(folder, monkeypatch, capsys):
-    monkeypatch.setattr(within, "NEW", 24)
-    monkeypatch.setattr(within, "REPEATS", 1)
-    assert within.run(["--model", str(folder), "--prompts", "1"]) is None
-    head, _, *rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
-    assert head[-2:] == ["measured", "int4 alone"]
-    assert [row[0] for row in rows] == [f"{name}, gamma {gamma}" for name in ("lookup", "exit", "EAGLE")
-                                        for gamma in (3, 5)]
-    alpha_2 = head.index("alpha 2")
-    assert all(0.5 < float(row[alpha_2]) <= 1 for row in rows), "int4 is nearly the model"
 
 
 def test_the_whole_benchmark(call, tmp_path, folder):
