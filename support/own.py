@@ -63,10 +63,10 @@ def drafter(text, model, gamma):
 def rule(text, gamma):
     """The rule NAME(gamma)."""
     found = made(text, Rule, "(gamma)", gamma)
-    if not isinstance(vars(found).get("most"), int):
+    if not isinstance(vars(found).get("longest"), int):
         where = line_of(text, type(found), load_object(text))
         raise ValueError(f"{where}: the rule has no whole number "
-                         "`most`: call super().__init__(gamma) in its __init__")
+                         "`longest`: call super().__init__(gamma) in its __init__")
     return CheckedRule(text, found)
 
 
