@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 from tiny import command
 
 import checkpoint
@@ -34,9 +33,9 @@ def once(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def ids():
+def ids(stories):
     """The answer of plain decoding, by the library."""
-    model, tokenizer = checkpoint.load(STORIES, "cpu", torch.float32)
+    model, tokenizer = stories
     prompt = checkpoint.encode(tokenizer, "Once upon a time", model.c.bos)
     return write(model, [prompt], 12, eos=set(model.c.eos))[0][0]
 
@@ -90,7 +89,7 @@ def test_a_quantised_target(call, once, monkeypatch, kind, flags):
     assert all(isinstance(args[0].blocks[0].mlp.down, KINDS[kind]) for args in begun)
 
 
-# --- beside plain decoding
+# --- compared with plain decoding
 
 
 def test_compare(call, once):

@@ -47,7 +47,7 @@ def test_every_quoted_command_and_link_works(monkeypatch):
 
 LIBRARY = ["files", "model", "kvcache", "sampling", "verification", "drafter", "speculative", "layerskip",
            "control", "families", "checkpoint", "search", "minimal"]   # each imports only earlier ones
-ALSO = {"support": {"methods", "machine"}, "search": {"support"}}     # which is a command, too
+ALSO = {"support": {"methods", "machine"}, "search": {"support"}}     # which is also a command
 
 
 @pytest.mark.parametrize("name", [*LIBRARY, "methods", "machine", "support"])

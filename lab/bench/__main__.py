@@ -67,7 +67,7 @@ READS = {   # the flags of each, beside --out
     "heads": (*RUN, "fast", "prompts", "heads"),
     "real": (*RUN, "fast", "prompts", "heads", "draft-model", "only", "dither", "gguf"),
     "search": (*LOADS, "new", "repeats"), "beyond": ("model", "device", "new", "quick", "twin"),
-    "exact": (*LOADS, "new", "repeats", "fast")}
+    "exact": (*LOADS, "new", "repeats", "fast", "prompts")}
 
 
 def at_least(least):
@@ -107,6 +107,8 @@ FLAGS = {
     "twin": dict(metavar="DIR", help="a model trained plainly, beside --model"),
     "out": dict(metavar="PATH", help="write PATH.json and PATH.md")}
 OTHERWISE = {   # flags that mean something else to one command
+    "exact": {"prompts": dict(nargs=None, choices=None, type=at_least(1), metavar="N", default=None,
+                              help="of N prompts, how many drafted texts equal plain decoding's")},
     "real": {
         "new": dict(default=48), "quick": dict(default=1), "draft-model": dict(default=None),
         "prompts": dict(choices=None, help=f"only these of {', '.join(KINDS)}; or a file of prompts, one per "
