@@ -313,7 +313,7 @@ from methods.trees import best_tree, rank_acceptance, tree_tokens
 
 stories = [checkpoint.encode(tokenizer, line["text"], c.bos)[:120] for line in read_prompts("stories")[:4]]
 teachers = [Teacher(model, ids, lambda z: z) for ids in stories]
-both = [(to_probs(teacher.p), teacher.draft(range(2 * EXIT))) for teacher in teachers]
+both = [(to_probs(teacher.p), teacher.q(range(2 * EXIT))) for teacher in teachers]
 p_all, q_all = (torch.cat(part, 1) for part in zip(*both, strict=True))
 ranks = rank_acceptance(p_all, q_all, 4)
 level = weight_costs(c).step(range(2 * EXIT))
@@ -493,7 +493,7 @@ print("typical:", [round(v, 4) for v in typical.tolist()])
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 greedy = Kept(Siblings(SelfDraft(model, range(2 * EXIT), 1), [1, 1]))
 state, r = next(rounds(model, [prompt], 8, greedy))
-logits = Teacher(model, prompt, lambda z: z).draft(range(2 * EXIT))[0, -1]
+logits = Teacher(model, prompt, lambda z: z).q(range(2 * EXIT))[0, -1]
 assert greedy.draft.tokens[0].tolist() == logits.topk(3).indices.tolist()
 assert (greedy.draft.q.amax(-1) == 1).all()
 print("siblings:", [tokenizer.decode([t]) for t in greedy.draft.tokens[0]], "accepted:", int(r.accepted[0]))

@@ -1,5 +1,5 @@
-"""Where there is no GPU, a test that asks for the device "cuda" runs on the one of paper. And the models and
-texts that most tests of drafters share."""
+"""Where there is no GPU, a test that asks for the device "cuda" runs on a simulated one. And the models
+and texts that most tests of drafters share."""
 import os
 from contextlib import nullcontext
 from pathlib import Path

@@ -61,7 +61,7 @@ test_poison = promises.poison(DRAFTERS, count=16)
 test_end_of_text = promises.end_of_text(DRAFTERS, PAIRS, range(2, 12, 4))
 test_context_limit = promises.context_limit(DRAFTERS, ["exit", "n-gram", *PAIRS])
 test_short_answers = promises.short_answers(DRAFTERS, PAIRS)
-# a draft model behind which others went on has read their tokens, too
+# a draft model behind which others went on has also read their tokens
 test_drafts_are_right = promises.right_drafts({"model, model": lambda m, far: Then(
     reader(small(m), dice(ends=False), far), ModelDraft(m, dice(ends=False)))})
 
@@ -181,7 +181,7 @@ def test_costs_by_hand():
     assert costs.step(early_exit(2, 1), share=0.25) == 9 / 30, "a quarter of the head's rows"
     assert costs.step(without(2, attn=[0], mlp=[1])) == (5 + 7 + 4) / 30
     assert replace(costs, call=10.0).step([], share=0.25) == (1 + 10) / 40
-    assert costs.pass_cost(99) == 1.0, "by weights"
+    assert costs.pass_cost(99) == 1.0, "counting the weights read"
     measured = replace(costs, passes=((1, 1.0), (3, 1.5), (5, 3.5)))
     assert [measured.pass_cost(T) for T in range(1, 8)] == [1.0, 1.25, 1.5, 2.5, 3.5, 4.5, 5.5]
     odd = replace(costs, passes=((1, 1.0), (3, 1.5), (5, 1.25)))

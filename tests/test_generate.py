@@ -89,7 +89,7 @@ def test_a_quantised_target(call, once, monkeypatch, kind, flags):
     assert all(isinstance(args[0].blocks[0].mlp.down, KINDS[kind]) for args in begun)
 
 
-# --- beside plain decoding
+# --- compared with plain decoding
 
 
 def test_compare(call, once):

@@ -124,7 +124,7 @@ def test_a_longer_text_makes_passes_dearer(models):
 
 
 def test_it_sleeps_if_nothing_gains():
-    """To choose costs a fifth of a pass, so it sleeps for ten rounds; by weights it costs nothing."""
+    """To choose costs a fifth of a pass, so it sleeps for ten rounds. Counting weights it is free."""
     arm = Arm("wrong", ModelDraft(make(TARGET.c, 1), Calibrated(prior=0.0)), each(0.9))
     for call, sleeps in (3.25, 0.2 / REST), (0.0, 0):
         drafter, awake = Pace(TARGET, [arm], replace(EVEN, call=call)), []
@@ -225,7 +225,7 @@ def test_promises_of_blocks_by_hand(models):
     for drafter.balance, g in (0.9, 1), (0.7, 0):      # of 1.25 for two and .65 for one, and .2 for reading
         assert drafter.promise(arm, 1.0)[1] == g
     arm.longest, drafter.balance, drafter.thinking = 1, 9.0, 0.4
-    assert drafter.promise(arm, 1.0) == (1.0, 0), "to choose costs something, too"
+    assert drafter.promise(arm, 1.0) == (1.0, 0), "even choosing costs something"
     drafter.thinking = 0.2
     assert drafter.promise(arm, 1.0) == (pytest.approx(2 / 1.85), 1)
 
@@ -253,7 +253,7 @@ def test_of_trained_heads_the_best_by_their_training_is_a_candidate(models):
 
 @each_family
 def test_trained_heads_and_their_prices(models, family):
-    """All parts of the table are different; a head's own weights cost what those of the blocks do."""
+    """All parts of the table are different; a head's own weights cost what the blocks' do."""
     m, by = models[family], weight_costs(models[family].c)
     costs = Costs(tuple(2.0 * x for x in by.sublayers), by.head, ((1, 1.0), (17, 2.0)), 3.0, 10, m.c.window)
     whole, slots = costs.pricing(range(12))(50), 3.0 * 40

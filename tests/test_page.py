@@ -84,7 +84,7 @@ def test_whatever_a_model_writes_is_data(stories):
 
 
 def test_on_the_command_line(stories, tmp_path, capsys):
-    """A greedy page has p and q from before the one-hot, too: here they are computed without a cache."""
+    """A greedy page also has p and q from before the one-hot, which are computed here without a cache."""
     path, (model, tokenizer) = tmp_path / "run.html", stories
     argv = "Once upon a time", "--max-new", "12", "--draft", "exit", "--dtype", "float32", "--json", "--page"
     assert generate.main([*argv, str(path)]) == 0

@@ -45,7 +45,7 @@ DRAFTERS = {  # (target, small model) -> drafter
 
 
 def written(folder):
-    """{family and drafter: [text and passes, greedy; the same, sampled]}, and greedy texts in few bits: of
+    """{family and drafter: [text and passes, greedy; the same, sampled]}, and greedy texts, quantised: of
     plain decoding and of two drafts. Each process quantises its own slices."""
     part, made = parallel.here(), {}
 
@@ -139,7 +139,7 @@ def folders(tmp_path_factory):
 
 
 def test_several_processes_write_the_text_of_one(folders, tmp_path):
-    """With as many passes, greedy and sampled; and in few bits."""
+    """With as many passes, greedy and sampled, and when quantised."""
     (first, _, err), (second, _, other) = spawn(tmp_path / "group", 2, written, folders)
     assert err == other == "" and first == second
     ours, texts = first

@@ -45,7 +45,7 @@ def kinds(w):
 @dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_product_is_the_product_and_a_row_of_it_has_the_same_bits_in_any_company(shape, dtype):
-    """Before rounding: half types would hide what differs. On one thread and on two."""
+    """Before rounding, because half precision would hide a difference. On one thread and on two."""
     g = torch.Generator().manual_seed(0)
     w = torch.randn(shape, generator=g).to(dtype)
     x = torch.randn(20, shape[1], generator=g).to(dtype).float()
@@ -255,7 +255,7 @@ def test_it_compiles_for_other_processors_and_nothing_is_spilt(name, tmp_path):
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_a_copy_that_rounds_is_checked_as_roughly_as_it_rounds(kind, capsys):
-    """In float32, too, where a last bit that differs moves some numbers of x to their neighbours."""
+    """Even in float32, where a last bit that differs moves some numbers of x to their neighbours."""
     model = make(replace(LLAMA, dim=512, hidden_dim=1024, n_layers=24), seed=1).float()
     for w in model.blocks.parameters():
         w.data *= 8

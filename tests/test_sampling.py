@@ -187,7 +187,7 @@ class Ledger(Coins):
 
 @pytest.mark.parametrize("room, K", [(9, 3), (3, 2)])
 def test_a_round_spends_drafts_then_flips_then_one_choice(room, K):
-    """And no more drafts are drawn than can be emitted beside the token that comes after them."""
+    """And no more drafts are drawn than can be emitted before the token that comes after them."""
     coins, draft = Ledger(), ModelDraft(make(GEMMA, 1), 3)
     next(rounds(make(LLAMA), PROMPTS, room, draft, warm, coins))
     assert coins.spent == [("choose", 4)] * K + [("flip", 4, K), ("choose", 4)]

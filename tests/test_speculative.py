@@ -45,7 +45,7 @@ class Shifting(SelfDraft):
 
 
 def padded(m, V):
-    """A draft model with V ids, which stands in for one with those of m."""
+    """A draft model with V ids, which stands in for one with the ids of m."""
     return Padded(make(replace(m.c, n_layers=1, vocab_size=V), 7, m.tok.device), m.c.vocab_size)
 
 

@@ -15,7 +15,7 @@ from speculative import Round, State, rounds
 from support.page import Player
 
 torch.set_num_threads(1)  # these models are too small to share
-DEVICES = ["cpu", "cuda"]  # conftest.py: of paper, where there is none
+DEVICES = ["cpu", "cuda"]  # conftest.py: a simulated one, where there is none
 
 LLAMA = Config(vocab_size=17, dim=32, n_layers=6, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48,
                max_len=64)
