@@ -43,7 +43,7 @@ def verify_block(p, q, tokens, coins, length=None):
     for the draft as a whole. The text has the same distribution, and from two drafted tokens on,
     more are accepted on average.
 
-    Arguments, results and coins spent are those of `verify`. A token with p > q makes up for an
+    It takes, returns and spends the same as `verify`. A token with p > q makes up for an
     earlier one with p < q:
 
         w_0 = 1, w_i = min(1, w_{i-1} p/q)      the weight of the first i tokens

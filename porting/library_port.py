@@ -5,30 +5,25 @@ Wherever an answer depends on a decision between tokens, `Watch` notes how far t
 from going the other way. No other port can say this, and without it a trace might depend on
 rounding.
 """
-import json
 import math
-import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import model  # noqa: E402
-import speculative  # noqa: E402
-import verification  # noqa: E402
-from checkpoint import parts, read_config  # noqa: E402
-from drafter import Drafter, NGram, Wrapper  # noqa: E402
-from kvcache import KVCache  # noqa: E402
-from layerskip import SelfDraft  # noqa: E402
-from methods.trees import Siblings, Tree, ancestors, verify_tree  # noqa: E402
-from model import Attention, Config, RMSNorm, Transformer  # noqa: E402
-from porting.check import fingerprint  # noqa: E402
-from sampling import Coins, Race, to_probs  # noqa: E402
-from speculative import State  # noqa: E402
+import model
+import speculative
+import verification
+from checkpoint import parts, read_config
+from drafter import Drafter, NGram, Wrapper
+from kvcache import KVCache
+from layerskip import SelfDraft
+from methods.trees import Siblings, Tree, ancestors, verify_tree
+from model import Attention, Config, RMSNorm, Transformer
+from porting.check import ROOT, fingerprint
+from sampling import Coins, Race, to_probs
+from speculative import State
 
 RANKS = 4  # top tokens that must be clearly apart: siblings take the second and the third
 
@@ -388,9 +383,3 @@ def answer(request, dtype=None):
     coins = Watch()
     dtype = dtype or getattr(torch, request.get("dtype", "float64"))
     return OPS[request["op"]](request, dtype, coins), coins.margin
-
-
-if __name__ == "__main__":
-    for line in sys.stdin:
-        request = json.loads(line)
-        print(json.dumps({"case": request["case"], **answer(request)[0]}), flush=True)

@@ -187,15 +187,15 @@ def trained(ask):
             f"lab.train_heads {kind} --model {ask.target.folder} --text 3e3 --tokens 6e3 --out "
             f"{folder} (more --tokens make a better one)")
     head = heads.load(folder, ask.model, kinds_of(folder))
-    most = head.price.longest
+    longest = head.price.longest
     where = f" after block {head.price.trunk}" if head.price.trunk else ""
     gamma = how.gamma
     if gamma is None:
-        gamma = min(most, MOST if how.tree or how.rule else 3)
+        gamma = min(longest, MOST if how.tree or how.rule else 3)
     shape = None
     if how.tree and gamma > 0:
         head.drafter(gamma)     # refuses what a chain of this length is refused for
-        levels = min(most, gamma)
+        levels = min(longest, gamma)
         price = heads.pricing(head)(0)
         shape = best_tree(head.ranks, how.tree, price, 0.0, head.branches, levels) or [0]
         gamma = max(ancestors(torch.tensor([shape]))[0].sum(-1).tolist()) - 1

@@ -14,6 +14,7 @@ from control import MOST, Costs
 from lab.m2r2 import M2R2
 from machine.quant import Int4, byte_costs
 from methods import heads
+from methods.arms import small_model
 from model import put
 from support import drafts, generate, measure
 
@@ -63,7 +64,7 @@ def test_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
 
     arm = arms(half, tmp_path)["few bits"]
     assert isinstance(arm.drafter.model.head, Int4) and len(arm.drafter.sublayers) == 2 * half.c.n_layers
-    assert arm.price(0) == pytest.approx(0.4) and 0.4 < arm.price(1000) < 1
+    assert arm.drafting(0, 1) == pytest.approx(0.4) and 0.4 < arm.drafting(1000, 1) < 1
     assert arm.drafter.model.head.rounds, "a draft may round what it multiplies"
     assert "few bits" not in arms(copy.deepcopy(stories[0]).double(), tmp_path), "no product"
     assert "few bits" in arms(half, STORIES) and len(arms(half, STORIES)) == 2, "next to trained heads"
@@ -83,9 +84,10 @@ def test_a_small_model_drafts_in_few_bits_alone_and_as_an_arm(call, plan, tmp_pa
         arms[bits] = plan("--draft-model", SMALL, *bits).make().arms[-1]
     whole, few = arms.values()
     assert isinstance(few.drafter.model.head, Int4) and few.name == whole.name == "small model"
-    assert few.price(0) < 0.25 * whole.price(0), "a price by the bytes of float32 and int4"
-    few.drafter.unread = 9
-    assert few.late(lambda T: float(T)) == pytest.approx(8 * few.price(0)), "it reads what others wrote"
+    assert few.further(0) < 0.25 * whole.further(0), "a price by the bytes of float32 and int4"
+    arm = small_model(few.drafter.model, 0.2, Costs((1.0,), 1.0, ((1, 1.0), (2, 2.0))))
+    arm.drafter.unread = 9
+    assert arm.drafting(0, 0) == pytest.approx(8 * 0.2), "it reads what others wrote"
     call.refuses(["x", *quantised], tmp_path, "--draft-quant", "name one with --draft DIR")
     call.refuses(["x", "--draft", "int8", *quantised], tmp_path, "--draft-quant does not go with")
     call.refuses(["x", "--draft", SMALL, "--draft-model", SMALL], tmp_path, "--draft-model does not go with")

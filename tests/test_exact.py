@@ -143,7 +143,8 @@ def test_near_the_end_of_the_context(mode, family, dtype):
     assert same(plain, write(m, prompts, WAYS["exit"](m), warm, [1, 2], slots=72))
 
 
-@each_family
+@pytest.mark.parametrize("dtype, family", [(torch.float32, "llama"), (torch.bfloat16, "gemma2")],
+                         indirect=["dtype"], ids=str)
 def test_recorded_passes_are_exact_too(family, dtype):
     m = make(LIVELY[family]).to(dtype)
     fast = Exact(Recorded(m, Tape, widths=(8,), say=pytest.fail, exact=True))
