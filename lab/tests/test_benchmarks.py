@@ -20,7 +20,8 @@ PARSE = {"generate.py": generate.parse, "search.py": search.parse, "-m lab.bench
 
 def test_every_quoted_command_and_link_works(monkeypatch):
     monkeypatch.chdir(ROOT)
-    quoted = re.findall(r"(?:^|`)python (\w+\.py|-m lab\.\w+)(?![.\w]) ?([^`\n]*)", README + BENCHMARKS + BOOK, re.M)
+    pages = README + BENCHMARKS + BOOK
+    quoted = re.findall(r"(?:^|`)python (\w+\.py|-m lab\.\w+)(?![.\w]) ?([^`\n]*)", pages, re.M)
     assert {"-m lab.bench", "generate.py"} <= {name for name, _ in quoted}
     for name, flags in quoted:
         PARSE[name](shlex.split(flags))
