@@ -33,7 +33,7 @@ from methods import heads
 from methods.arms import candidates
 from methods.pace import COPY, Pace
 from methods.suffix import Suffix
-from support.drafts import fit, load_small
+from support.drafts import Target, fit, load_small
 from support.measure import kept_costs, measure_step
 from support.texts import read_texts
 from verification import verify_block
@@ -76,6 +76,9 @@ def rough(model, kind):
     if model.tok.dtype == torch.float64:
         rebuild(twin)   # no product has to rebuild its own
     return model.alongside(twin)
+
+
+step_cost = cache(measure_step)     # it is measured once
 
 
 def itself(kind, gamma, model):
@@ -121,22 +124,19 @@ def trained_heads(trained):
 
 
 def adapting(model, trained, smalls):
-    """The Method of `auto`, as generate.py has it with --draft-model and --draft-quant int4."""
-    @cache
-    def costs():
-        few = measure_step(model, rough(model, "int4")) if multiplies(model) else None
-        step = None
-        if smalls:
-            step = measure_step(model, helped(smalls, "int4", 1, model).model)
-        return kept_costs(model), few, step
-
+    """The Method of `auto`, as generate.py has it with --draft-model and --draft-quant int4. m: the model
+    that it decodes with, which may be the one in float64; costs are the timed one's."""
     def make(m):
-        table, few, step = costs()
-        own = (rough(m, "int4"), few) if few else None
-        small = (helped(smalls, "int4", 1, m).model, step) if smalls else None
-        arms = candidates(m, table, heads=[loaded[m.tok.dtype] for loaded in trained.values()], rough=own,
-                          small=small)
-        return Pace(m, arms, table, most=FEW - 1)
+        costs = kept_costs(model)
+        own = None
+        if multiplies(model):
+            own = rough(m, "int4"), step_cost(model, rough(model, "int4"))
+        small = None
+        if smalls:
+            few = [rough(smalls[each.tok.dtype], "int4") for each in (m, model)]
+            small = fit(few[0], m), step_cost(model, few[1])
+        own_heads = [loaded[m.tok.dtype] for loaded in trained.values()]
+        return Pace(m, candidates(m, costs, heads=own_heads, rough=own, small=small), costs, most=FEW - 1)
 
     return living(make)
 
@@ -182,7 +182,8 @@ def opened(a, tokenizer):
             m = fast(m) if a.fast else m
         models[dtype] = m, None
         if a.draft_model:
-            smalls[m.tok.dtype] = load_small(a.draft_model, m, tokenizer)
+            target = Target(Path(a.model), m, tokenizer)
+            smalls[m.tok.dtype] = load_small(a.draft_model, target)
         if m.replays() and not m.tok.is_cuda:
             break
     return models, smalls
