@@ -335,8 +335,8 @@ figure
 # This *flatters* int4: the weights in our file had been through four bits once, and a second
 # rounding to a similar grid loses less. And in seconds int4 gains only where a product reads the
 # quantised weights directly, as the loop of [notebook 12](12_close_to_the_machine.ipynb) does on a
-# CPU. [BENCHMARKS](../lab/BENCHMARKS.md#the-model-itself-in-few-bits) has all five kinds of text,
-# in fast passes.
+# CPU. [BENCHMARKS](../lab/BENCHMARKS.md#the-quantised-model-as-its-own-draft) has all five kinds of
+# text, in fast passes.
 #
 # **Try it:** draft with the first half of the blocks in int4:
 # `SelfDraft(twins["int4"], every[:L], 1)`. What falls more, c or alpha?
