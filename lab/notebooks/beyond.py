@@ -10,7 +10,7 @@
 # | system | the question |
 # |---|---|
 # | M2R2 (arXiv 2502.02040) | is an accelerated row better than an adapter with as many weights? |
-# | ProphetNet (arXiv 2001.04063) | does it help a model itself to predict more than the next token? |
+# | ProphetNet (arXiv 2001.04063) | does it help a model to predict more than the next token? |
 # | HAMburger (arXiv 2505.20438) | what is left of its speed where its guesses are checked? |
 # | a sparse self-draft (MagicDec, arXiv 2408.11049) | how much of the text must a draft see? |
 #
@@ -27,7 +27,7 @@
 # %%
 # %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
-SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures is checked for this model
+SHIPPED = MODEL.name == "stories-llama"         # the text's figures are checked for this model
 
 # %%
 import json
@@ -45,7 +45,7 @@ model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 c = model.c
 device = model.tok.device
 L = model.c.n_layers
-LONG = ROOT / "lab" / "notebooks" / "beyond.json"   # python -m lab.bench beyond --out lab/notebooks/beyond
+LONG = ROOT / "lab" / "notebooks" / "beyond.json"   # written by `python -m lab.bench beyond`
 long = json.loads(LONG.read_text(encoding="utf-8")) if LONG.is_file() else {}
 later = Markdown("*The long run has not been made yet.*")
 
@@ -60,7 +60,8 @@ later = Markdown("*The long run has not been made yet.*")
 length = min(64, c.max_len)
 text = beyond.own_text(model, tokenizer, 3000, 1000, length)
 held_out = text.valid[beyond.OWN].long().to(device)             # another text, to measure on
-print(f"{len(text.train[beyond.OWN]):,} tokens to learn from, {len(held_out):,} to measure on. It begins:")
+print(f"{len(text.train[beyond.OWN]):,} tokens to learn from, "
+      f"{len(held_out):,} to measure on. It begins:")
 print(tokenizer.decode(held_out[:60].tolist()))
 
 # %% [markdown]
@@ -149,8 +150,10 @@ Markdown("\n".join(beyond.m2r2_lines(long["m2r2"]))) if long else later
 # %%
 small = {"layers": 2, "dim": 64, "heads": 2, "kv-heads": 1, "hidden": 176, "batch": 4,
          "context": 64, "warmup": 5}
-runs = {(n, seed): beyond.prophet(text, device, n, seed, 8192, small) for seed in range(2) for n in (1, 3)}
-losses = {key: train.evaluate(run.model, held_out, 64, 1024)["loss"][-1] for key, run in runs.items()}
+runs = {(n, seed): beyond.prophet(text, device, n, seed, 8192, small)
+        for seed in range(2) for n in (1, 3)}
+losses = {key: train.evaluate(run.model, held_out, 64, 1024)["loss"][-1]
+          for key, run in runs.items()}
 for (n, seed), loss in losses.items():
     print(f"{n} stream{'s' * (n > 1)}, seed {seed}: {loss:.3f} nats per token of held-out text")
 streams = [losses[3, seed] - losses[1, seed] for seed in range(2)]
@@ -214,7 +217,8 @@ print(f"{len(story)} tokens in {int(first.sum())} entries")
 
 # %% tags=["gallery"]
 figure, ((side,),) = plots.axes(1, 1, width=11, height=3)
-side.bar(range(len(story)), entropy[0].cpu(), color=[plots.HUES[int(e) % 2] for e in entry], width=0.8)
+hues = [plots.HUES[int(e) % 2] for e in entry]
+side.bar(range(len(story)), entropy[0].cpu(), color=hues, width=0.8)
 for t, e in enumerate(entry.tolist()):
     side.axvspan(t - 0.5, t + 0.5, color=plots.HUES[e % 2], alpha=0.12, lw=0)
 labels = [tokenizer.decode([t]).strip() for t in story.tolist()]
@@ -246,11 +250,13 @@ print(f"{longer} entries instead of {int(first.sum())}")
 burger = Hamburger(cold, blocks=1)
 batches = [words.batch(0, step, 2, 47).long().to(device) for step in range(30)]
 learnt = tune(burger, cold, batches, (3e-4, 4e-3))
-print(f"KL from the model: {learnt[0][0]:.2f} nats per token, after {len(learnt)} steps {learnt[-1][0]:.2f}")
+print(f"KL from the model: {learnt[0][0]:.2f} nats per token, "
+      f"after {len(learnt)} steps {learnt[-1][0]:.2f}")
 scores = {}
 for confidence in (0.1, 0.3, 0.5, 2.0):                          # how sure it must be to go on
     scores[confidence] = score(burger, cold, story[None], confidence)
-print("after so little training it writes:", tokenizer.decode(sum(write(burger, prompt, 24, 0.3), [])))
+said = sum(write(burger, prompt, 24, 0.3), [])
+print("after so little training it writes:", tokenizer.decode(said))
 
 # %%
 figure, ((side,),) = plots.axes(1, 1, width=7, height=3.4)
@@ -331,14 +337,17 @@ windows = [w for w in (4, 8, 16, 32, 64, 128, 256) if w <= size]
 figure, ((side,),) = plots.axes(1, 1, width=7, height=3.2)
 curves = {}
 for sinks, hue, line in ((4, plots.HUES[0], "-"), (0, plots.HUES[1], "--")):
-    alphas = [torch.stack([beyond.sparse_acceptance(t, sinks, w)[size // 2 :] for t in teachers]).mean()
-              for w in windows]
+    alphas = []
+    for w in windows:
+        each = [beyond.sparse_acceptance(t, sinks, w)[size // 2 :] for t in teachers]
+        alphas.append(torch.stack(each).mean())
     side.plot(windows, alphas, color=hue, ls=line, marker="o", label=f"{sinks} sinks")
     curves[sinks] = dict(zip(windows, alphas, strict=True))
 side.set(xlabel="window", ylabel="alpha", xscale="log", ylim=(0, 1.02))
 side.set_xticks(windows, windows)
 side.legend(frameon=False)
-assert not SHIPPED or curves[4][64] - curves[4][8] > 10 * max(curves[4][w] - curves[0][w] for w in windows)
+by_sinks = max(curves[4][w] - curves[0][w] for w in windows)
+assert not SHIPPED or curves[4][64] - curves[4][8] > 10 * by_sinks
 figure
 
 # %% [markdown]
@@ -352,7 +361,8 @@ figure
 
 # %% jupyter={"source_hidden": true}
 if SHIPPED and long:
-    assert 0.87 < long["sparse"]["64"]["alpha"] < 0.89 and 0.6 < long["sparse"]["64"]["unread"] < 0.7
+    at_64 = long["sparse"]["64"]
+    assert 0.87 < at_64["alpha"] < 0.89 and 0.6 < at_64["unread"] < 0.7
 Markdown("\n".join(beyond.sparse_lines(long["sparse"], rows))) if long else later
 
 # %% [markdown]
