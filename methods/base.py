@@ -54,9 +54,9 @@ def graft(model, first, count, hidden_dim=None, kind=Transformer):
 
 @dataclass(frozen=True)
 class Price:
-    """What one drafted token costs: `trunk` blocks of the model, `weights` of the head's own and the
-    share `output` of the output head. `reads` tells whether its attention covers the whole text,
-    and `longest` is the longest draft."""
+    """What one drafted token costs: `trunk` blocks of the model, `weights` of the head's own and
+    the share `output` of the output head. `reads` tells whether its attention covers the whole
+    text, and `longest` is the longest draft."""
     weights: float
     trunk: int = 0
     output: float = 1.0

@@ -81,7 +81,7 @@ class DEL(SelfDraft):
         alphas = (hits + 1) / (hits + misses + 2)
         bars = ((sure_hits + 1) / (hits + 1) + sure_misses / (misses + 1)) / 2
         best = 1.0
-        self.rule.longest = 0                                              # do not draft if none gains
+        self.rule.longest = 0                                           # do not draft if none gains
         rows = zip(self.exits, alphas.tolist(), self.costs, bars.tolist(), strict=True)
         for e, alpha, cost, bar in rows:
             speed = expected_speedup(alpha, best_gamma(alpha, cost, self.longest), cost)

@@ -1,4 +1,4 @@
-"""lucidrains' "prophet transformer": a small decoder writes the draft from one state of the model."""
+"""lucidrains' "prophet transformer", a small decoder that drafts from one state of the model."""
 import torch
 
 from drafter import chain

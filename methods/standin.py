@@ -53,7 +53,7 @@ class Padded(StandIn):
 
     def unembed(self, x):
         more = self.c.vocab_size - self.model.c.vocab_size
-        return F.pad(self.model.unembed(x), (0, more), value=-math.inf)     # below 0: `pad` cuts off
+        return F.pad(self.model.unembed(x), (0, more), value=-math.inf)    # below 0: `pad` cuts off
 
 
 def most_frequent(texts, count):
