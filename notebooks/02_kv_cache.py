@@ -1,13 +1,14 @@
 # %% [markdown]
 # # 2. The KV cache: never compute the same key twice
 #
-# To write a text, we run the model again and again, each time with one more token. Almost everything it
-# computes was computed before. This notebook keeps what can be kept, and shows the memory slot by slot.
-# It also shows why *rolling back*, that is, taking back tokens that turned out wrong, can be nearly
-# free. Speculative decoding (notebook 4) rolls back in every round that rejects a token.
+# To write a text, we run the model again and again, each time with one more token. Almost
+# everything it computes was computed before. This notebook keeps what can be kept, and shows the
+# memory slot by slot. It also shows why *rolling back*, that is, taking back tokens that turned out
+# wrong, can be nearly free. Speculative decoding (notebook 4) rolls back in every round that
+# rejects a token.
 #
-# The library's cache rests on one decision: slot = position, and the cache does not store how full it
-# is. To roll back, start the next block of tokens earlier.
+# The library's cache rests on one decision: slot = position, and the cache does not store how full
+# it is. To roll back, start the next block of tokens earlier.
 #
 # You need [1, the forward pass](01_forward_pass.ipynb). About 40 minutes.
 
@@ -29,16 +30,16 @@ print(len(prompt), "tokens in the prompt; the context holds", c.max_len)
 # %% [markdown]
 # ## Without a cache
 #
-# The obvious way to write: run the model over the whole text, take the most likely next token, append
-# it, repeat.
+# The obvious way to write: run the model over the whole text, take the most likely next token,
+# append it, repeat.
 
 # %%
 def write(ids, count):
-    """Greedy decoding without a cache. Returns the text, and how many positions were computed for it."""
+    """Greedy decoding without a cache. Returns the text, and how many positions it computed."""
     ids = list(ids)
     computed = 0
     for _ in range(count):
-        logits = model(torch.tensor([ids], device=device))      # (1, T, V): every position, every time
+        logits = model(torch.tensor([ids], device=device))      # (1, T, V): all of it, every time
         computed += len(ids)
         ids.append(int(logits[0, -1].argmax()))
     return ids, computed
@@ -50,9 +51,9 @@ print(f"{computed} positions were computed to write 20 tokens")
 
 # %% [markdown]
 # Each step used only the last row of the logits. Does that row need the other positions at all? It
-# does: the attention of the last token reads their **keys and values**. It reads nothing else of them.
-# And since no token sees a later one, the keys and values of old tokens are the same in every step. So
-# we keep them.
+# does: the attention of the last token reads their **keys and values**. It reads nothing else of
+# them. And since no token sees a later one, the keys and values of old tokens are the same in every
+# step. So we keep them.
 #
 # ## With a cache
 #
@@ -66,17 +67,18 @@ cache = KVCache(c, batch=1, slots=len(prompt) + 24, dtype=model.attention_dtype(
 print("k and v:", tuple(cache.k.shape), "= blocks, rows, key-value heads, slots, D")
 
 # %% [markdown]
-# One pass over the prompt fills the first slots. This is called the *prefill*. After that, each pass
-# reads a single token, writes its key and value into the next slot, and sees all slots up to its own.
+# One pass over the prompt fills the first slots. This is called the *prefill*. After that, each
+# pass reads a single token, writes its key and value into the next slot, and sees all slots up to
+# its own.
 
 # %%
 def write_cached(ids, count, cache):
     ids = list(ids)
     computed = 0
-    first = 0                                                   # the first pass reads the whole prompt
+    first = 0                                                   # the first pass reads all of it
     for _ in range(count):
         tokens = torch.tensor([ids[first:]], device=device)
-        at = Placement.span(first, len(ids), device)              # slot = position: one range gives both
+        at = Placement.span(first, len(ids), device)            # slot = position: one range
         x = model.run(model.embed(tokens), at, cache)
         computed += tokens.shape[1]
         ids.append(int(model.unembed(x[:, -1:])[0, -1].argmax()))
@@ -89,8 +91,8 @@ assert fast == slow
 print(f"the same text, with {computed} positions instead")
 
 # %% [markdown]
-# **Predict:** how does the time for one more token grow with the length of the text, without a cache
-# and with one? Sketch both curves before you run the next two cells.
+# **Predict:** how does the time for one more token grow with the length of the text, without a
+# cache and with one? Sketch both curves before you run the next two cells.
 
 # %%
 from support.measure import interleave
@@ -109,8 +111,8 @@ times = interleave(actions, repeats=5)      # seconds: the median of five; the a
 # %% jupyter={"source_hidden": true}
 figure, ((left, right),) = plots.axes(1, 2)
 spent = {f"{kind} a cache": [1e3 * times[kind, n] for n in lengths] for kind in ("without", "with")}
-plots.curves(left, lengths, spent, xlabel="length of the text", ylabel="milliseconds for one more token",
-             ylim=(0, None))
+plots.curves(left, lengths, spent, xlabel="length of the text",
+             ylabel="milliseconds for one more token", ylim=(0, None))
 work = {"without a cache": [n * (n + 1) // 2 for n in lengths], "with a cache": lengths}
 plots.curves(right, lengths, work, xlabel="length of the text",
              ylabel="positions computed for the whole text")
@@ -119,19 +121,19 @@ figure
 # %% [markdown]
 # Without a cache, the time per token grows with the length, and the work for a whole text with its
 # square. With a cache, one more token costs nearly the same everywhere. Most of that time goes into
-# work that does not depend on the length, such as reading the weights. (On a GPU the upper curve starts
-# out flatter, because a short text does not fill it.)
+# work that does not depend on the length, such as reading the weights. (On a GPU the upper curve
+# starts out flatter, because a short text does not fill it.)
 #
 # ## The cache as a row of slots
 #
 # From here on we draw the cache. A slot holds the key and the value of one token, in all blocks and
-# heads. The picture writes the token into it. Three things happen: a block of tokens is appended, some
-# of them turn out to be wrong, and the next block overwrites those.
+# heads. The picture writes the token into it. Three things happen: a block of tokens is appended,
+# some of them turn out to be wrong, and the next block overwrites those.
 #
-# Here is one round of speculative decoding, as the cache sees it. Something cheap drafts three tokens.
-# The model reads the last known token and the three drafted ones as one block. It accepts the first
-# drafted token, rejects the second, and writes its own token in that place. Two slots now hold keys of
-# tokens that are not part of the text. We call these slots *dead*.
+# Here is one round of speculative decoding, as the cache sees it. Something cheap drafts three
+# tokens. The model reads the last known token and the three drafted ones as one block. It accepts
+# the first drafted token, rejects the second, and writes its own token in that place. Two slots now
+# hold keys of tokens that are not part of the text. We call these slots *dead*.
 #
 # Known tokens are blue. Tokens that the current pass reads are green. Dead slots are hatched. A
 # question mark stands after a drafted token that has not been accepted.
@@ -152,12 +154,12 @@ plots.draw_slots([("all but the last token of the prompt", past[:4]),
 
 # %% [markdown]
 # Nothing was deleted. The next block begins at the first dead slot and overwrites it. Dead slots
-# further to the right do no harm, because **a token sees only slots up to its own**, and all of those
-# have been rewritten by then. So the cache need not know how full it is. The positions of the next
-# block say everything.
+# further to the right do no harm, because **a token sees only slots up to its own**, and all of
+# those have been rewritten by then. So the cache need not know how full it is. The positions of the
+# next block say everything.
 #
-# We check this with real tensors. After the correct text we write ten wrong tokens into the cache, roll
-# back, and continue.
+# We check this with real tensors. After the correct text we write ten wrong tokens into the cache,
+# roll back, and continue.
 
 # %%
 def step(ids, start, cache):
@@ -172,15 +174,15 @@ back = 0
 cache = KVCache(c, 1, n + 16, model.attention_dtype(), device)
 step(prompt, 0, cache)
 rubbish = prompt + torch.randint(c.vocab_size, (10,)).tolist()
-step(rubbish, n, cache)                                         # ten wrong tokens fill slots n .. n+9
+step(rubbish, n, cache)                                         # ten wrong tokens from slot n on
 after = step(slow[: n + 3], n + back, cache)                    # roll back: start again at slot n
 clean = model(torch.tensor([slow[: n + 3]], device=device))[0, -1]
 print("after rubbish and rolling back, largest difference:", float((after - clean).abs().max()))
 assert back > 0 or torch.allclose(after, clean, atol=1e-3)
 
 # %% [markdown]
-# **Try it:** set `back = 1`, so that the block starts one slot too late. What do you expect: an error,
-# a large difference, or none? And with `back = -1`, one slot too early?
+# **Try it:** set `back = 1`, so that the block starts one slot too late. What do you expect: an
+# error, a large difference, or none? And with `back = -1`, one slot too early?
 #
 # <details><summary>Answer</summary>
 # With 1 there is no error, but a large difference: one wrong token stays in sight. With -1 there is
@@ -189,10 +191,10 @@ assert back > 0 or torch.allclose(after, clean, atol=1e-3)
 #
 # ## Who sees which slot: the one mask
 #
-# `model.visible` is the only rule. It takes the positions of a block, and returns for each token which
-# slots it may read. Below are three cases with the slots 0 to 11 from left to right. Black means that
-# the token sees the slot. (The window belongs to Gemma-2: in every second block a token sees only the
-# last few slots.)
+# `model.visible` is the only rule. It takes the positions of a block, and returns for each token
+# which slots it may read. Below are three cases with the slots 0 to 11 from left to right. Black
+# means that the token sees the slot. (The window belongs to Gemma-2: in every second block a token
+# sees only the last few slots.)
 
 # %%
 from model import visible
@@ -203,14 +205,15 @@ def positions(first, count):
 
 
 window = 5
+block = positions(6, 4)
 cases = {"the prompt: 6 tokens from slot 0": visible(positions(0, 6), positions(0, 6), 12),
-         "a block of 4 from slot 6": visible(positions(6, 4), positions(6, 4), 12),
-         f"the same, with a window of {window}": visible(positions(6, 4), positions(6, 4), 12, window=window)}
+         "a block of 4 from slot 6": visible(block, block, 12),
+         f"the same, with a window of {window}": visible(block, block, 12, window=window)}
 plots.draw_masks(cases)
 
 # %% [markdown]
-# The slots on the right are white for every token, whatever they hold. That is why dead slots need no
-# cleaning.
+# The slots on the right are white for every token, whatever they hold. That is why dead slots need
+# no cleaning.
 #
 # **Try it:** set `window = 1`. How many black squares will each row of the third picture have, and
 # where?
@@ -221,9 +224,9 @@ plots.draw_masks(cases)
 #
 # ## Ragged rows for free
 #
-# In a batch of texts, each row accepts a different number of drafted tokens. The rows become *ragged*:
-# they no longer end in the same column. Where slot = position, this needs no extra code. Each row
-# brings its own positions.
+# In a batch of texts, each row accepts a different number of drafted tokens. The rows become
+# *ragged*: they no longer end in the same column. Where slot = position, this needs no extra code.
+# Each row brings its own positions.
 
 # %%
 from speculative import generate
@@ -237,8 +240,8 @@ for p, out in zip(prompts, together, strict=True):
     print(f"{len(p)} tokens, then:", tokenizer.decode(out))
 
 # %% [markdown]
-# Here are the ends of both rows, with drafted tokens that we made up. In the first row all three are
-# accepted, in the second row only one.
+# Here are the ends of both rows, with drafted tokens that we made up. In the first row all three
+# are accepted, in the second row only one.
 
 # %% jupyter={"source_hidden": true}
 rows = []
@@ -255,8 +258,8 @@ plots.draw_slots(rows)
 # %% [markdown]
 # ## The usual cache, and the bug that comes with it
 #
-# Many libraries grow their cache with `cat` and cut it with `truncate`. Here it is in a dozen lines. It
-# works as long as you never forget a call.
+# Many libraries grow their cache with `cat` and cut it with `truncate`. Here it is in a dozen
+# lines. It works as long as you never forget a call.
 
 # %%
 class CatCache:
@@ -298,23 +301,26 @@ right = after_a_rejection(True)
 forgot = after_a_rejection(False)
 print(f"probability that moved: {float((right - forgot).abs().sum() / 2):.3f}")
 for name, p in (("truncated", right), ("forgotten", forgot)):
-    print(name, [(tokenizer.decode([t]), round(float(p[t]), 3)) for t in p.topk(3).indices.tolist()])
+    top = p.topk(3).indices.tolist()
+    print(name, [(tokenizer.decode([t]), round(float(p[t]), 3)) for t in top])
 
 # %% [markdown]
-# There is no error, only a different distribution: the model reads a token that is not in the text. The
-# output still looks reasonable, which makes the bug hard to find. A batch makes it worse: `truncate`
-# cuts all rows at the same length, but each row needs its own. A cache without a length can have
-# neither bug.
+# There is no error, only a different distribution: the model reads a token that is not in the text.
+# The output still looks reasonable, which makes the bug hard to find. A batch makes it worse:
+# `truncate` cuts all rows at the same length, but each row needs its own. A cache without a length
+# can have neither bug.
 #
 # ## Three questions that readers ask
 #
-# > **Why are queries not cached?** A query is used once, by its own token, in the pass that reads that
-# > token. Keys and values are read by all later tokens. A cached step computes one query, one key and one
-# > value per head, and *reads* all earlier keys and values. No later step needs an old query.
+# > **Why are queries not cached?** A query is used once, by its own token, in the pass that reads
+# > that token. Keys and values are read by all later tokens. A cached step computes one query, one
+# > key and one value per head, and *reads* all earlier keys and values. No later step needs an old
+# > query.
 #
-# > **Do two equal words share an entry?** No. A slot belongs to a *position*. In block 0 the values of
-# > two equal words are equal, and so are their keys before the rotation. From block 1 on, they depend on
-# > the text before the word. The picture compares the two values of the word " had" in one text.
+# > **Do two equal words share an entry?** No. A slot belongs to a *position*. In block 0 the values
+# > of two equal words are equal, and so are their keys before the rotation. From block 1 on, they
+# > depend on the text before the word. The picture compares the two values of the word " had" in
+# > one text.
 
 # %%
 reading = checkpoint.encode(tokenizer, "Max had a red ball. Tom had a blue ball. They", c.bos)
@@ -322,7 +328,8 @@ word = tokenizer.encode(" had").ids[-1]
 one, two = [i for i, t in enumerate(reading) if t == word][:2]
 cache = KVCache(c, 1, len(reading), model.attention_dtype(), device)
 step(reading, 0, cache)
-alike = torch.cosine_similarity(cache.v[:, 0, :, one].flatten(1), cache.v[:, 0, :, two].flatten(1)).cpu()
+values = [cache.v[:, 0, :, at].flatten(1) for at in (one, two)]         # (L, H_kv * D) of each
+alike = torch.cosine_similarity(*values).cpu()
 assert torch.isclose(alike[0], torch.tensor(1.0), atol=1e-4) and alike[1:].max() < 0.9999
 
 # %% jupyter={"source_hidden": true}
@@ -332,10 +339,10 @@ side.set(xlabel="block", ylabel="cosine of the two values", ylim=(min(0, float(a
 figure
 
 # %% [markdown]
-# > **Does a sliding window shrink the context?** Less than it seems. In Gemma-2 every second block sees
-# > only the last `window` tokens. But a token at the edge of the window has itself read what was at the
-# > edge of *its* window. Each such block extends the reach by window - 1. And the other blocks see
-# > everything anyway.
+# > **Does a sliding window shrink the context?** Less than it seems. In Gemma-2 every second block
+# > sees only the last `window` tokens. But a token at the edge of the window has itself read what
+# > was at the edge of *its* window. Each such block extends the reach by window - 1. And the other
+# > blocks see everything anyway.
 #
 # We measure the reach. Take the shipped Gemma-2, narrow its window to 4, and run *only* its sliding
 # blocks. Then change one earlier token at a time: does the last position notice?
@@ -348,11 +355,12 @@ from model import Transformer
 gemma, _ = checkpoint.load(ROOT / "weights" / "stories-gemma2", dtype=torch.float32)
 narrow = Transformer(replace(gemma.c, window=4)).to(device)
 narrow.load_state_dict(gemma.state_dict())
-narrow.double()                                     # so that rounding does not hide a weak influence
+narrow.double()                                     # rounding would hide a weak influence
 T = 24
-line = torch.randint(gemma.c.vocab_size, (1, T), generator=torch.Generator().manual_seed(0)).to(device)
+g = torch.Generator().manual_seed(0)
+line = torch.randint(gemma.c.vocab_size, (1, T), generator=g).to(device)
 changed = line.repeat(T, 1)
-changed[range(T), range(T)] = (line[0] + 1) % gemma.c.vocab_size        # row j: token j is different
+changed[range(T), range(T)] = (line[0] + 1) % gemma.c.vocab_size        # row j: token j differs
 sliding = [[2 * i, 2 * i + 1] for i in range(0, gemma.c.n_layers, 2)][:6]
 reach = []
 for count in range(len(sliding) + 1):
@@ -360,13 +368,14 @@ for count in range(len(sliding) + 1):
     at = Placement.span(0, T, device)
     a, b = (narrow.run(narrow.embed(t), at, sublayers=subs)[:, -1] for t in (line, changed))
     reach.append(((a - b).abs().amax(1) > 1e-8).float().cpu())
-    assert int(reach[-1].sum()) == min(T, 1 + 3 * count), "each block reaches window - 1 = 3 further"
+    assert int(reach[-1].sum()) == min(T, 1 + 3 * count), "each block reaches 3 further"
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=8, height=2.6)
 side.imshow(torch.stack(reach), cmap="Greys", vmin=0, vmax=1.4, aspect="auto")
-side.set(xlabel="the token that was changed (the last one is on the right)", ylabel="sliding blocks run",
-         title="black: the last position notices", yticks=range(len(reach)))
+side.set(xlabel="the token that was changed (the last one is on the right)",
+         ylabel="sliding blocks run", title="black: the last position notices",
+         yticks=range(len(reach)))
 figure
 
 # %% [markdown]
@@ -374,8 +383,8 @@ figure
 #
 # $$\text{bytes} = 2 \cdot L \cdot B \cdot H_{kv} \cdot S \cdot D \cdot \text{bytes per number}$$
 #
-# The 2 stands for keys and values. There are B rows and S slots. We compute the size first, and then
-# look at the tensors.
+# The 2 stands for keys and values. There are B rows and S slots. We compute the size first, and
+# then look at the tensors.
 
 # %%
 def cache_bytes(layers, kv_heads, head_dim, slots, batch=1, size=2):
@@ -385,16 +394,16 @@ def cache_bytes(layers, kv_heads, head_dim, slots, batch=1, size=2):
 cache = KVCache(c, batch=3, slots=c.max_len, dtype=torch.float32, device=device)
 predicted = cache_bytes(c.n_layers, c.n_kv_heads, c.head_dim, c.max_len, batch=3, size=4)
 assert predicted == cache.k.nbytes + cache.v.nbytes
-print(f"three rows of {c.max_len} slots in float32: {predicted / 2**20:.1f} MiB, predicted and measured")
+print(f"three rows of {c.max_len} slots in float32: {predicted / 2**20:.1f} MiB, as predicted")
 
 # %% [markdown]
-# The same formula for two models that are too large for this notebook. Llama 3 8B has 32 blocks and 8
-# key-value heads of 128 numbers (Llama team 2024, table 3). Gemma-2 9B has 42 blocks, 8 key-value heads
-# of 256 numbers, and a window of 4,096 in half of its blocks (Gemma team 2024, table 1). Both store two
-# bytes per number.
+# The same formula for two models that are too large for this notebook. Llama 3 8B has 32 blocks and
+# 8 key-value heads of 128 numbers (Llama team 2024, table 3). Gemma-2 9B has 42 blocks, 8 key-value
+# heads of 256 numbers, and a window of 4,096 in half of its blocks (Gemma team 2024, table 1). Both
+# store two bytes per number.
 #
-# **Predict:** which one needs more memory for 8,192 tokens? How much would Gemma-2 save if its sliding
-# blocks kept only their window?
+# **Predict:** which one needs more memory for 8,192 tokens? How much would Gemma-2 save if its
+# sliding blocks kept only their window?
 
 # %%
 GiB = 2**30
@@ -419,12 +428,12 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# At 8,192 tokens Gemma-2-9B needs more than twice as much, and keeping only the windows would save a
-# quarter of it. For one short text the cache is small compared with the weights (16 GB for Llama-3-8B).
-# For many long texts it is the larger part, and every pass must read all of it.
+# At 8,192 tokens Gemma-2-9B needs more than twice as much, and keeping only the windows would save
+# a quarter of it. For one short text the cache is small compared with the weights (16 GB for
+# Llama-3-8B). For many long texts it is the larger part, and every pass must read all of it.
 #
-# **Try it:** a device holds 24 GB. How many texts of 8,192 tokens fit beside Llama-3-8B? And with 8 bits
-# per number (`size=1`)?
+# **Try it:** a device holds 24 GB. How many texts of 8,192 tokens fit beside Llama-3-8B? And with 8
+# bits per number (`size=1`)?
 #
 # <details><summary>Answer</summary>
 # 7.9 GB are left, and a text takes one gibibyte: seven, and fourteen.
@@ -434,12 +443,12 @@ figure
 #
 # Answer first. Then unfold the answer, and the check that is folded below it.
 #
-# **1.** After a prompt of m tokens, we write n more without a cache. How many positions are computed?
-# How many with a cache?
+# **1.** After a prompt of m tokens, we write n more without a cache. How many positions are
+# computed? How many with a cache?
 #
 # <details><summary>Answer</summary>
-# Without: m + (m+1) + ... + (m+n-1) = n·m + n(n-1)/2. With: m + n - 1, because the last token written
-# is never read.
+# Without: m + (m+1) + ... + (m+n-1) = n·m + n(n-1)/2. With: m + n - 1, because the last token
+# written is never read.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -451,8 +460,8 @@ assert write_cached(prompt, count, fresh)[1] == m + count - 1
 print("both counts agree")
 
 # %% [markdown]
-# **2.** The library fills a new cache with zeros, although no token may see an unwritten slot. Why not
-# leave the memory as it is?
+# **2.** The library fills a new cache with zeros, although no token may see an unwritten slot. Why
+# not leave the memory as it is?
 #
 # <details><summary>Answer</summary>
 # A hidden slot gets weight 0, but 0 · NaN is NaN. Memory that was never written may hold anything.
@@ -467,35 +476,37 @@ assert spoilt.isnan().any()
 print("NaN in slots that no token may see reached the logits")
 
 # %% [markdown]
-# **3.** A rejected token left its key in slot 20. The next block starts at slot 20 and has one token.
-# In which pass could a token see the old key?
+# **3.** A rejected token left its key in slot 20. The next block starts at slot 20 and has one
+# token. In which pass could a token see the old key?
 #
 # <details><summary>Answer</summary>
-# In none. The pass that starts at slot 20 overwrites the slot before its attention reads it, and every
-# later token comes after that.
+# In none. The pass that starts at slot 20 overwrites the slot before its attention reads it, and
+# every later token comes after that.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 slots = positions(20, 1)
-assert visible(slots, slots, 21)[0, 0].tolist() == [True] * 21  # itself, too: its own key is there by then
+assert visible(slots, slots, 21)[0, 0].tolist() == [True] * 21  # its own key is there by then
 assert not visible(positions(19, 1), positions(19, 1), 21)[0, 0, 20]
 print("slot 20 is first read by the token that has just overwritten it")
 
 # %% [markdown]
-# **4.** Llama-3-8B writes several texts of 8,192 tokens at the same time. From how many texts on is its
-# cache larger than its weights (8.03 billion numbers of two bytes)?
+# **4.** Llama-3-8B writes several texts of 8,192 tokens at the same time. From how many texts on is
+# its cache larger than its weights (8.03 billion numbers of two bytes)?
 #
 # <details><summary>Answer</summary>
-# The cache takes one gibibyte per text. The weights take 16.06 GB, which is just under 15 GiB. So with
-# the fifteenth text the cache becomes the larger one.
+# The cache takes one gibibyte per text. The weights take 16.06 GB, which is just under 15 GiB. So
+# with the fifteenth text the cache becomes the larger one.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 weights = 8.03e9 * 2
 one_text = cache_bytes(32, 8, 128, 8192)
 assert round(weights / 1e9) == 16 and 14 < weights / one_text < 15
-assert [int((24e9 - weights) // (one_text * share)) for share in (1, 0.5)] == [7, 14]   # the trial above
+fitting = [int((24e9 - weights) // (one_text * share)) for share in (1, 0.5)]   # the trial above
+assert fitting == [7, 14]
 print("from the fifteenth text on")
 
 # %% [markdown]
-# Next: [sampling](03_sampling.ipynb). The model gives a distribution. How does it become *one* token?
+# Next: [sampling](03_sampling.ipynb). The model gives a distribution. How does it become *one*
+# token?

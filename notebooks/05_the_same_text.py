@@ -1,10 +1,11 @@
 # %% [markdown]
 # # 5. The same text: more than the same distribution
 #
-# Notebook 4 proved that drafting does not change the *distribution* of a text. Two questions are left.
-# Could an exact rule accept more than that one? Yes: *block verification* does. And can drafting leave
-# the *text* itself unchanged, token for token, even when we sample, and even in bfloat16? Two things
-# stand in the way, the random numbers and the rounding. This notebook removes one after the other.
+# Notebook 4 proved that drafting does not change the *distribution* of a text. Two questions are
+# left. Could an exact rule accept more than that one? Yes: *block verification* does. And can
+# drafting leave the *text* itself unchanged, token for token, even when we sample, and even in
+# bfloat16? Two things stand in the way, the random numbers and the rounding. This notebook removes
+# one after the other.
 #
 # > **Noise that belongs to a place in the text does not depend on who drafted. A sum that is always
 # > taken in one order does not depend on how many tokens a pass reads.**
@@ -14,7 +15,7 @@
 # %%
 # %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
-SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures is checked for this model
+SHIPPED = MODEL.name == "stories-llama"         # the text's figures are checked for this model
 
 # %%
 from sampling import Coins, to_probs
@@ -25,22 +26,23 @@ torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, "cpu", torch.float32)
 c = model.c
 L = model.c.n_layers
-EXIT = max(1, L // 4)                                           # the first quarter of the blocks will draft
+EXIT = max(1, L // 4)                                           # a quarter of the blocks drafts
 prompt = checkpoint.encode(tokenizer, read_prompts("stories")[0]["prompt"], c.bos)
 print(f"{EXIT} of {L} blocks draft; the prompt has {len(prompt)} tokens")
 
 # %% [markdown]
 # ## Block verification: one test for the draft as a whole
 #
-# Token by token, a ratio p/q above 1 is cut to 1, and the surplus is lost. *Block verification* (Sun et
-# al. 2025, [2403.10444](https://arxiv.org/abs/2403.10444)) carries it on. The first i drafted tokens
-# have the weight w_i = min(1, w_{i-1} p/q), with w_0 = 1, so a token with p > q makes up for an earlier
-# one with p < q. Each prefix flips a coin. The whole draft passes with probability w, its weight. A
-# shorter prefix passes with probability Z / (Z + 1 - w_i), where Z is the sum of max(w_i p - q, 0) over
-# the next token. The *longest* prefix that passes is accepted, even if a shorter one failed.
+# Token by token, a ratio p/q above 1 is cut to 1, and the surplus is lost. *Block verification*
+# (Sun et al. 2025, [2403.10444](https://arxiv.org/abs/2403.10444)) carries it on. The first i
+# drafted tokens have the weight w_i = min(1, w_{i-1} p/q), with w_0 = 1, so a token with p > q
+# makes up for an earlier one with p < q. Each prefix flips a coin. The whole draft passes with
+# probability w, its weight. A shorter prefix passes with probability Z / (Z + 1 - w_i), where Z is
+# the sum of max(w_i p - q, 0) over the next token. The *longest* prefix that passes is accepted,
+# even if a shorter one failed.
 #
-# Here is the paper's example: two tokens, A and B, with p = (1/3, 2/3) and q = (2/3, 1/3) at every place,
-# and two drafted per round.
+# Here is the paper's example: two tokens, A and B, with p = (1/3, 2/3) and q = (2/3, 1/3) at every
+# place, and two drafted per round.
 #
 # **Predict:** which of the drafts AA, AB, BA and BB are accepted further than before?
 
@@ -55,13 +57,14 @@ p_s = third.expand(1, 3, 2)                                     # (B, K+1, V)
 q_s = third.flip(0).expand(1, 2, 2)                             # (B, K, V)
 chances = {}
 for rule in (verify, verify_block):
+    mean = 0.0
     for draft in product((0, 1), repeat=2):
         ends = every_path(lambda coins, rule=rule, draft=draft:
                           int(rule(p_s, q_s, torch.tensor([draft]), coins)[0]))
-        chances[rule.__name__, draft] = total(ends)                     # {how many are accepted: probability}
-    mean = sum(float(q_s[0, 0, list(draft)].prod()) * k * chance for (name, draft), law in chances.items()
-               if name == rule.__name__ for k, chance in law.items())
-    print(f"{rule.__name__:12} accepts {mean:.3f} = {mean * 9:.0f}/9 of two drafted tokens on average")
+        law = total(ends)                                       # {how many are accepted: chance}
+        chances[rule.__name__, draft] = law
+        mean += float(q_s[0, 0, list(draft)].prod()) * sum(k * law[k] for k in law)
+    print(f"{rule.__name__:12} accepts {mean:.3f} = {mean * 9:.0f}/9 of two tokens on average")
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=9, height=2.8)
@@ -70,20 +73,22 @@ for at, (name, draft) in enumerate(sorted(chances, key=lambda key: (key[1], key[
     below = 0.0
     for k, hue in enumerate((plots.HUES[-1], plots.HUES[5], plots.HUES[0])):
         chance = chances[name, draft].get(k, 0.0)
-        side.bar(x, chance, 0.36, bottom=below, color=hue, label=f"{k} accepted" if at == 0 else None)
+        side.bar(x, chance, 0.36, bottom=below, color=hue,
+                 label=f"{k} accepted" if at == 0 else None)
         below += chance
 side.set_xticks([at + shift for at in range(4) for shift in (-0.2, 0.2)],
-                [f"{draft}\n{rule}" for draft in ("AA", "AB", "BA", "BB") for rule in ("by token", "block")],
+                 [f"{draft}\n{rule}" for draft in ("AA", "AB", "BA", "BB")
+                  for rule in ("by token", "block")],
                 fontsize=9)
 side.set(ylabel="probability")
 side.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 figure
 
 # %% [markdown]
-# Only AB. Its A has the ratio 1/2 and its B the ratio 2, which makes up for it, so the whole draft always
-# passes. AA pays part of that back, but on average more is accepted. Is the text still exact? We ask the
-# enumeration of notebook 4, with the model: three tokens, two drafted per round, and only the two most
-# likely tokens at each place.
+# Only AB. Its A has the ratio 1/2 and its B the ratio 2, which makes up for it, so the whole draft
+# always passes. AA pays part of that back, but on average more is accepted. Is the text still
+# exact? We ask the enumeration of notebook 4, with the model: three tokens, two drafted per round,
+# and only the two most likely tokens at each place.
 
 # %% jupyter={"source_hidden": true}
 from layerskip import SelfDraft
@@ -99,26 +104,29 @@ def write(coins):
 
 
 speculative = total(every_path(write))
-plain = total(every_path(lambda coins: tuple(generate(model, [prompt], 3, None, two, coins)[0][0])))
-assert speculative.keys() == plain.keys() and all(abs(speculative[t] - plain[t]) < 1e-5 for t in plain)
+plain = total(every_path(lambda coins:
+                         tuple(generate(model, [prompt], 3, None, two, coins)[0][0])))
+apart = max(abs(speculative[t] - plain[t]) for t in plain)
+assert speculative.keys() == plain.keys() and apart < 1e-5
 print(f"{len(plain)} texts; the largest difference in probability from plain decoding:",
-      f"{max(abs(speculative[t] - plain[t]) for t in plain):.1e}")
+      f"{apart:.1e}")
 
 # %% [markdown]
-# Both rules keep the distribution. Neither keeps the *text*: with the same seed, plain and
-# drafted decoding write different stories, because a drafted round spends more coins, and spends them on
+# Both rules keep the distribution. Neither keeps the *text*: with the same seed, plain and drafted
+# decoding write different stories, because a drafted round spends more coins, and spends them on
 # other decisions.
 #
 # ## A race: coins that belong to places
 #
 # Here is another way to draw from p. Let all tokens of the vocabulary run a race. Token v has an
-# exponentially distributed time e_v, and arrives at e_v / p_v: a likely token runs faster. The first one
-# to arrive is written. It is v with probability p_v / (the sum of all p), which is p_v, because the minimum
-# of exponential times is won in proportion to their rates.
+# exponentially distributed time e_v, and arrives at e_v / p_v: a likely token runs faster. The
+# first one to arrive is written. It is v with probability p_v / (the sum of all p), which is p_v,
+# because the minimum of exponential times is won in proportion to their rates.
 #
-# So draw e_v from the seed, the *position* and v alone. Then a text depends on the seed and on p, and on
-# nothing else. A draft runs the same race with its own q. A drafted token is accepted if it also wins with
-# p; otherwise the winner with p is written. No matter what drafts, the text consists of winners with p.
+# So draw e_v from the seed, the *position* and v alone. Then a text depends on the seed and on p,
+# and on nothing else. A draft runs the same race with its own q. A drafted token is accepted if it
+# also wins with p; otherwise the winner with p is written. No matter what drafts, the text consists
+# of winners with p.
 #
 # The picture shows one place of a story: the times of eight tokens, with p and with q.
 
@@ -132,7 +140,7 @@ q = minimal.distribution(model, prompt, EXIT, probs)            # (V,) its first
 
 
 def run_race(seed):
-    """(when each token arrives with p, and with q): two tensors (V,), from the same exponential times."""
+    """(when each token arrives with p, and with q): two tensors (V,), from the same times e."""
     e = -(1 - uniforms(seed, 0, len(p))).log()
     return e / p, e / q
 
@@ -151,8 +159,8 @@ for t in likely[:3]:
 apart = next(seed for seed, (a, b) in enumerate(races) if a != b and a in likely)
 alike = next(seed for seed, (a, b) in enumerate(races) if a == b)
 figure, (sides,) = plots.axes(1, 2, width=5, height=3.2)
-for side, seed, title in zip(sides, (alike, apart), ("one winner: accepted", "two winners: p's is written"),
-                             strict=True):
+for side, seed, title in ((sides[0], alike, "one winner: accepted"),
+                          (sides[1], apart, "two winners: p's is written")):
     with_p, with_q = run_race(seed)
     early = (with_p + with_q).topk(8, largest=False).indices.tolist()
     shown = list(dict.fromkeys([*races[seed], *early]))[:8]
@@ -161,27 +169,28 @@ for side, seed, title in zip(sides, (alike, apart), ("one winner: accepted", "tw
         side.plot(range(len(shown)), times[shown], mark, color=hue, label=name)
         first = shown.index(int(times.argmin()))
         side.plot(first, times[shown[first]], mark, color=hue, ms=15, fillstyle="none", mew=1.5)
-    side.set_xticks(range(len(shown)), [plots.word(tokenizer, t) for t in shown], rotation=90, fontsize=9)
+    words = [plots.word(tokenizer, t) for t in shown]
+    side.set_xticks(range(len(shown)), words, rotation=90, fontsize=9)
     side.set(yscale="log", title=title)
 sides[0].set_ylabel("time of arrival; circled: the first")
 sides[0].legend(frameon=False, fontsize=9)
 figure
 
 # %% [markdown]
-# Tokens that p and q like equally arrive at nearly the same times, so mostly the same token
-# wins. But the two races agree less often than `verify` accepts: no rule accepts one token more often
-# than `verify` does, and here the written token is chosen without knowing q. With TV = 1 - sum of min(p,
-# q), they agree in at least (1 - TV) / (1 + TV) of the cases (Daliri, Musco and Suresh 2024,
-# [2408.07978](https://arxiv.org/abs/2408.07978)). The library's `Race` is a kind of `Coins`, so the loop
-# of notebook 4 runs it unchanged: for it, p and q are the one-hots of their winners.
+# Tokens that p and q like equally arrive at nearly the same times, so mostly the same token wins.
+# But the two races agree less often than `verify` accepts: no rule accepts one token more often
+# than `verify` does, and here the written token is chosen without knowing q. With TV = 1 - sum of
+# min(p, q), they agree in at least (1 - TV) / (1 + TV) of the cases (Daliri, Musco and Suresh 2024,
+# [2408.07978](https://arxiv.org/abs/2408.07978)). The library's `Race` is a kind of `Coins`, so the
+# loop of notebook 4 runs it unchanged: for it, p and q are the one-hots of their winners.
 #
 # ## Rounding: a sum has an order
 #
-# In exact arithmetic we would be done. But a machine rounds after each addition, so a sum depends on the
-# order of its terms. And a library multiplies one row with one routine and eight rows with another, each
-# with an order of its own. We compare the rows of a product with the same rows among sixteen, bit by bit:
-# for torch's `F.linear`, and for a loop of ours (`machine/rows.cpp`) that multiplies any number of rows in
-# one order.
+# In exact arithmetic we would be done. But a machine rounds after each addition, so a sum depends
+# on the order of its terms. And a library multiplies one row with one routine and eight rows with
+# another, each with an order of its own. We compare the rows of a product with the same rows among
+# sixteen, bit by bit: for torch's `F.linear`, and for a loop of ours (`machine/rows.cpp`) that
+# multiplies any number of rows in one order.
 #
 # **Predict:** how many rows of `F.linear` will be equal?
 
@@ -203,12 +212,13 @@ for name, matrix in ways.items():
 assert "our loop" not in ways or all(T == same for T, same in equal.items())
 
 # %% [markdown]
-# Such differences are in the last digits, and mostly do not matter. In bfloat16, with its 8
-# binary digits, two tokens are sometimes so close that the last bit decides between them. From there on,
+# Such differences are in the last digits, and mostly do not matter. In bfloat16, with its 8 binary
+# digits, two tokens are sometimes so close that the last bit decides between them. From there on,
 # the texts differ.
 #
 # `machine.exact.exactly` returns a model whose passes do not have this problem. We read one text in
-# blocks of 1, 2, 3 and 4 tokens, and compare the rows of logits, bit by bit, with those of a block of 8.
+# blocks of 1, 2, 3 and 4 tokens, and compare the rows of logits, bit by bit, with those of a block
+# of 8.
 #
 # **Predict:** of 100 rows, how many are equal in passes as usual?
 
@@ -232,7 +242,7 @@ def equal_rows(one, T, width=8):
         return one.unembed(one.run(one.embed(line[:, start : start + count]), at, cache))[0]
 
     same = []
-    for start in range(line.shape[1] - width, 9, -1):           # backwards: what lies before stays as it was
+    for start in range(line.shape[1] - width, 9, -1):           # backwards: earlier slots stay
         same += map(torch.equal, read(start, T), read(start, width)[:T])
     return sum(same) / len(same)
 
@@ -243,23 +253,25 @@ for name, one in {"as usual": half, "made exact": made}.items():
 assert set(shares.values()) == {1.0}, "made exact"
 
 # %% [markdown]
-# How many are equal as usual differs from machine to machine ([a GPU](../lab/BENCHMARKS.md#on-a-gpu)), so
-# nothing can be built on it. On a CPU with a C++ compiler, `exactly` makes every pass of loops with one
-# order, including the pass over the prompt. Elsewhere it gives every pass the same shape: eight rows,
-# some of which may be dead, over all slots of the cache.
+# How many are equal as usual differs from machine to machine ([a
+# GPU](../lab/BENCHMARKS.md#on-a-gpu)), so nothing can be built on it. On a CPU with a C++ compiler,
+# `exactly` makes every pass of loops with one order, including the pass over the prompt. Elsewhere
+# it gives every pass the same shape: eight rows, some of which may be dead, over all slots of the
+# cache.
 #
 # ## Both together
 #
-# Now we write eight texts with and without a draft, with the same seeds, and count the pairs that are
-# identical: with coins or races, with passes as usual or exact ones. (Greedily, coins and races are the
-# same, since neither matters.)
+# Now we write eight texts with and without a draft, with the same seeds, and count the pairs that
+# are identical: with coins or races, with passes as usual or exact ones. (Greedily, coins and races
+# are the same, since neither matters.)
 #
 # **Predict:** which of them keep all eight texts, greedily and at temperature 0.8?
 
 # %%
 from sampling import Race
 
-openings = [checkpoint.encode(tokenizer, line["prompt"], c.bos)[:24] for line in read_prompts("stories")[:8]]
+openings = [checkpoint.encode(tokenizer, line["prompt"], c.bos)[:24]
+            for line in read_prompts("stories")[:8]]
 DRAFT = range(2 * EXIT)                                         # the sub-layers that draft
 
 
@@ -284,12 +296,13 @@ assert kept[0, Coins, "exact"] == kept[0.8, Race, "exact"] == len(openings)
 assert kept[0.8, Coins, "exact"] < len(openings)
 
 # %% [markdown]
-# Greedy decoding needs only the exact passes. When we sample, both are needed. With passes
-# as usual most texts survive, because two tokens are seldom so close; but nothing promises it. With both,
-# no drafter can change a token. `generate.py --exact` does both.
+# Greedy decoding needs only the exact passes. When we sample, both are needed. With passes as usual
+# most texts survive, because two tokens are seldom so close; but nothing promises it. With both, no
+# drafter can change a token. `generate.py --exact` does both.
 #
-# There is a price. The prompt is read more slowly, since a library multiplies many rows faster than the
-# loop. And some more drafted tokens are rejected, since two races agree less often than `verify` accepts.
+# There is a price. The prompt is read more slowly, since a library multiplies many rows faster than
+# the loop. And some more drafted tokens are rejected, since two races agree less often than
+# `verify` accepts.
 #
 # **Try it:** let the second half of the model draft: `DRAFT = range(L, 2 * L)`. Which texts change?
 #
@@ -301,9 +314,9 @@ assert kept[0.8, Coins, "exact"] < len(openings)
 #
 # Each answer is folded, and so is the cell below it that checks the answer.
 #
-# **1.** p = (0.5, 0.3, 0.2) and q = (0.2, 0.3, 0.5). `verify` accepts 0.7 of the drafted tokens. In how many
-# races do p and q have the same winner? (Token v wins both with probability 1 / sum over w of
-# max(p_w / p_v, q_w / q_v).)
+# **1.** p = (0.5, 0.3, 0.2) and q = (0.2, 0.3, 0.5). `verify` accepts 0.7 of the drafted tokens. In
+# how many races do p and q have the same winner? (Token v wins both with probability 1 / sum over w
+# of max(p_w / p_v, q_w / q_v).)
 #
 # <details><summary>Answer</summary>
 # In 0.63: 0.2 for the first token, 0.231 for the second and 0.2 for the third.
@@ -320,14 +333,15 @@ print("by the formula", " + ".join(f"{one:.3f}" for one in both),
       f"= {sum(both):.3f}; in ten thousand races {seen:.3f}")
 
 # %% [markdown]
-# **2.** Notebook 3 draws with one uniform number: the token on whose piece of the line u falls. Suppose each
-# position has its own u, for the target and for the draft. Then a drafter cannot change the text, either.
-# What is wrong with that?
+# **2.** Notebook 3 draws with one uniform number: the token on whose piece of the line u falls.
+# Suppose each position has its own u, for the target and for the draft. Then a drafter cannot
+# change the text, either. What is wrong with that?
 #
 # <details><summary>Answer</summary>
-# The pieces lie in the order of the ids. Where q has less than p of an early token, all later pieces are
-# shifted, and the same u falls on another token. With p = (1/2, 1/2, 0) and q = (0, 1/2, 1/2), the two
-# never agree, although they share half of their probability. Their races agree in a third of the cases.
+# The pieces lie in the order of the ids. Where q has less than p of an early token, all later
+# pieces are shifted, and the same u falls on another token. With p = (1/2, 1/2, 0) and q = (0, 1/2,
+# 1/2), the two never agree, although they share half of their probability. Their races agree in a
+# third of the cases.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -335,7 +349,8 @@ p3 = torch.tensor([0.5, 0.5, 0.0])
 q3 = torch.tensor([0.0, 0.5, 0.5])
 u = uniforms(0, 0, 10_000)[:, None].float()
 lines = [(u < weights.cumsum(0)).double().argmax(1) for weights in (p3, q3)]
-seen = [float((a == b).double().mean()) for a, b in (lines, ((e / p3).argmin(1), (e / q3).argmin(1)))]
+ways = lines, ((e / p3).argmin(1), (e / q3).argmin(1))
+seen = [float((a == b).double().mean()) for a, b in ways]
 assert seen[0] == 0 and abs(seen[1] - 1 / 3) < 0.02
 print(f"on one line they agree in {seen[0]:.2f} of the draws, in a race in {seen[1]:.2f}")
 
@@ -343,8 +358,8 @@ print(f"on one line they agree in {seen[0]:.2f} of the draws, in a race in {seen
 # **3.** Does block verification accept more than `verify` when a draft has a single token?
 #
 # <details><summary>Answer</summary>
-# No. With one token there is no earlier ratio to make up for: its weight is min(1, p/q), which is the
-# rule of notebook 4. For one token no exact rule accepts more.
+# No. With one token there is no earlier ratio to make up for: its weight is min(1, p/q), which is
+# the rule of notebook 4. For one token no exact rule accepts more.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}

@@ -45,6 +45,11 @@ def test_every_quoted_command_and_link_works(monkeypatch):
             assert link.startswith("https://") or (page.parent / link).exists(), link
 
 
+def test_the_picture_of_the_house_shows_every_file_at_the_root():
+    shown = re.findall(r"\w+\.py", (ROOT / "docs" / "house.svg").read_text(encoding="utf-8"))
+    assert sorted(shown) == sorted(path.name for path in ROOT.glob("*.py"))
+
+
 LIBRARY = ["files", "model", "kvcache", "sampling", "verification", "drafter", "speculative", "layerskip",
            "control", "families", "checkpoint", "search", "minimal"]   # each imports only earlier ones
 ALSO = {"support": {"methods", "machine"}, "search": {"support"}}     # which is also a command

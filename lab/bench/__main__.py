@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import sys
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -148,7 +149,8 @@ def run(argv):
         text, data = RUNS[a.what](a)
     except ModuleNotFoundError as e:
         raise ValueError(f"{e.name} is not installed: see requirements-dev.txt") from None
-    data = {"flags": vars(a), "machine": a.machine, "torch": torch.__version__, **data}
+    data = {"flags": vars(a), "machine": a.machine, "torch": torch.__version__,
+            "date": date.today().isoformat(), **data}
     print(text)
     if a.out:
         write_file(Path(a.out + ".json"), json.dumps(data, indent=1) + "\n")

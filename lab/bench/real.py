@@ -1,12 +1,12 @@
-"""A real public model (make smollm): what each way to draft gains over the fastest plain decoding, on six
-kinds of chat.
+"""A real public model (make smollm): what each way to draft gains over the fastest plain decoding,
+on six kinds of chat.
 
     python -m lab.bench real --model runs/smollm --fast
     python -m lab.bench real --model runs/qwen15 --draft-model runs/qwen05 --fast
 
-With `--fast` on a CPU a row of logits has the same bits in every block. So each greedy text must be plain
-decoding's to the bit, and no second model is needed to check it. Elsewhere the first text of each kind is
-written in float64 by every method.
+With `--fast` on a CPU a row of logits has the same bits in every block. So each greedy text must be
+plain decoding's, token for token, and no second model is needed to check it. Elsewhere every method
+also writes the first text of each kind in float64.
 """
 import time
 from functools import cache, partial
@@ -33,7 +33,7 @@ from methods import heads
 from methods.arms import candidates
 from methods.pace import COPY, Pace
 from methods.suffix import Suffix
-from support.drafts import fit, load_small
+from support.drafts import Target, fit, load_small
 from support.measure import kept_costs, measure_step
 from support.texts import read_texts
 from verification import verify_block
@@ -45,7 +45,8 @@ ITSELF = {"int8": (3,), "int4": (3, 5)}     # lengths of the drafts of the model
 SMALL = {None: (3,), "int4": (3, 5)}        # and of a small model: as it is, and in few bits
 COLUMNS = {"tokens/s": "{tokens_per_second:.1f}", "ratio to plain": "{ratio:.2f}",
            "by the formula": "{predicted:.2f}", "tau": "{tau:.2f}", "alpha": "{tested:.2f}",
-           "alpha by place": "{places}", "bytes": "{bytes:.2f}", "c": "{c:.3f}", "block": "{block:.2f}"}
+           "alpha by place": "{places}", "bytes": "{bytes:.2f}", "c": "{c:.3f}",
+           "block": "{block:.2f}"}
 
 
 def chat_ids(a, kind, tokenizer):
@@ -56,8 +57,8 @@ def chat_ids(a, kind, tokenizer):
 
 @torch.no_grad()
 def dither(model):
-    """Add noise to each matrix of a model, in place: uniform, and as wide as a step of int4. Its weights then
-    lie on no grid, as before they were first quantised."""
+    """Add noise to each matrix of a model, in place. It is uniform, and as wide as a step of int4.
+    Then the weights lie on no grid, as before they were first quantised."""
     g = torch.Generator().manual_seed(0)
     for w in model.parameters():
         if w.dim() == 2:
@@ -76,6 +77,9 @@ def rough(model, kind):
     if model.tok.dtype == torch.float64:
         rebuild(twin)   # no product has to rebuild its own
     return model.alongside(twin)
+
+
+step_cost = cache(measure_step)     # it is measured once
 
 
 def itself(kind, gamma, model):
@@ -121,22 +125,20 @@ def trained_heads(trained):
 
 
 def adapting(model, trained, smalls):
-    """The Method of `auto`, as generate.py has it with --draft-model and --draft-quant int4."""
-    @cache
-    def costs():
-        few = measure_step(model, rough(model, "int4")) if multiplies(model) else None
-        step = None
-        if smalls:
-            step = measure_step(model, helped(smalls, "int4", 1, model).model)
-        return kept_costs(model), few, step
-
+    """The Method of `auto`, as generate.py has it with --draft-model and --draft-quant int4. The
+    costs are those of the timed model, even where the one in float64 decodes."""
     def make(m):
-        table, few, step = costs()
-        own = (rough(m, "int4"), few) if few else None
-        small = (helped(smalls, "int4", 1, m).model, step) if smalls else None
-        arms = candidates(m, table, heads=[loaded[m.tok.dtype] for loaded in trained.values()], rough=own,
-                          small=small)
-        return Pace(m, arms, table, most=FEW - 1)
+        costs = kept_costs(model)
+        own = None
+        if multiplies(model):
+            own = rough(m, "int4"), step_cost(model, rough(model, "int4"))
+        small = None
+        if smalls:
+            few = [rough(smalls[each.tok.dtype], "int4") for each in (m, model)]
+            small = fit(few[0], m), step_cost(model, few[1])
+        own_heads = [loaded[m.tok.dtype] for loaded in trained.values()]
+        arms = candidates(m, costs, heads=own_heads, rough=own, small=small)
+        return Pace(m, arms, costs, most=FEW - 1)
 
     return living(make)
 
@@ -156,8 +158,8 @@ def ways(model, trained, smalls):
 
 
 def promise(model, m, r):
-    """A row of the table; and of a draft of fixed length the bytes that a drafted token reads, relative to a
-    plain pass, and what alpha, c and its block promise."""
+    """A row of the table. For drafts of fixed length it gets the bytes that a drafted token reads,
+    relative to a plain pass, and the gain that alpha, c and the block promise."""
     if m and m.gamma and "c" in r:      # m: None of others' decoding
         r["predicted"] = expected_speedup(r["tested"], m.gamma, r["c"], r["block"])
         drafter = m.start()(model, None)
@@ -169,8 +171,8 @@ def promise(model, m, r):
 
 
 def opened(a, tokenizer):
-    """({dtype: (model, None)}, {dtype: small model}): as timed, and where rows of logits depend on their
-    block, in float64."""
+    """({dtype: (model, None)}, {dtype: small model}): as timed, and also in float64 if a row of
+    logits depends on its block."""
     models = {}
     smalls = {}
     for dtype in (a.dtype, "float64"):
@@ -182,7 +184,8 @@ def opened(a, tokenizer):
             m = fast(m) if a.fast else m
         models[dtype] = m, None
         if a.draft_model:
-            smalls[m.tok.dtype] = load_small(a.draft_model, m, tokenizer)
+            target = Target(Path(a.model), m, tokenizer)
+            smalls[m.tok.dtype] = load_small(a.draft_model, target)
         if m.replays() and not m.tok.is_cuda:
             break
     return models, smalls
@@ -198,8 +201,10 @@ def run_real(a):
     models, smalls = opened(a, tokenizer)
     model = models[a.dtype][0]
     where = Path(a.heads or f"{a.model}/heads")
-    trained = {file.parent.name: {m.tok.dtype: heads.load(file.parent, m) for m, _ in models.values()}
-               for file in sorted(where.glob(f"*/{heads.FILE}"))}
+    trained = {}
+    for file in sorted(where.glob(f"*/{heads.FILE}")):
+        trained[file.parent.name] = {
+            m.tok.dtype: heads.load(file.parent, m) for m, _ in models.values()}
     for T, kind in product((0.0, 0.8), a.prompts or KINDS):
         methods = ways(model, trained, smalls)
         bench = Bench(models, chat_ids(a, kind, tokenizer), {"temperature": T} if T else {}, a.new,
