@@ -415,9 +415,9 @@ def tree_and_mask(parents, mask, names):
 
 
 def draw_reading(side, head, L):
-    """Notebook 9. What a trained head reads (squares), what it runs of the model (orange) and of
-    its own (green), and which token it predicts (arrows). A column is a token, a row a height in the
-    model; D, the last known token, is column 1. `explain_reading` has the legend."""
+    """Notebook 9. What a trained head reads (squares), what it runs of the model (orange) and
+    of its own (green), and which token it predicts (arrows). A column is a token, a row a height
+    in the model; D, the last known token, is column 1. `explain_reading` has the legend."""
     exits = "exit_layer" in head.shape
     top = head.taps[-1] // 2 + 1                                # how high it reads
     ground = top if exits else 0                                # where its own module stands
