@@ -6,10 +6,12 @@ token of a draft is accepted, and c is the cost of a drafted step relative to a 
 A rule says how far to draft; no rule can change the distribution of the text. Confidences come from
 the raw softmax, so that they have a meaning at temperature 0, too.
 """
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
 from drafter import Rule
+from model import Config
 from sampling import raw_probs
 
 MOST = 16  # the longest draft that is considered; a rule with a published limit may draft more
@@ -57,14 +59,14 @@ def expected_tokens_along(series, gamma):
     return tokens / rounds
 
 
-def round_cost(gamma, cost, verify_cost=1.0):
+def round_cost(gamma: int, cost: float, verify_cost: float = 1.0) -> float:
     """The cost of a round, in target passes over one token. `cost` is the cost of a drafted step,
     which is the paper's c. `verify_cost` is the cost of the pass over gamma + 1 tokens, which is 1
     in the paper."""
     return gamma * cost + verify_cost
 
 
-def expected_speedup(alpha, gamma, cost, verify_cost=1.0):
+def expected_speedup(alpha: float, gamma: int, cost: float, verify_cost: float = 1.0) -> float:
     """The speed relative to plain decoding (Leviathan et al. 2023, Theorem 3.8)."""
     return expected_tokens(alpha, gamma) / round_cost(gamma, cost, verify_cost)
 
@@ -110,7 +112,7 @@ class Costs:
     def whole(self):
         return sum(self.sublayers) + self.head + self.call
 
-    def pricing(self, sublayers, share=1.0):
+    def pricing(self, sublayers: Iterable[int], share: float = 1.0) -> Callable[[int], float]:
         """n -> the cost of these sub-layers and a share of the head, for a token after n others.
 
         >>> price = Costs((2.0, 3.0), 1.0, slot=0.5).pricing([0, 1])
@@ -129,13 +131,13 @@ class Costs:
 
         return price
 
-    def step(self, sublayers, share=1.0):
+    def step(self, sublayers: Iterable[int], share: float = 1.0) -> float:
         """The c of the formulas, which is the cost of a drafted step relative to a target pass, in
         a text of `context` tokens. Both include `call` and the head; a draft vocabulary makes the
         draft's head smaller (`share`)."""
         return self.pricing(sublayers, share)(self.context) / self.whole
 
-    def pass_cost(self, T, rows=1):
+    def pass_cost(self, T: int, rows: int = 1) -> float:
         """The cost of a pass over T tokens of each row, relative to one token of each. It is linear
         between the measured widths and beyond the last one. Counted in weights it is 1 for every T,
         because a pass reads them once.
@@ -155,7 +157,7 @@ class Costs:
         return cost + max(0.0, slope) * (T - widest)    # trap: measured costs can fall, too
 
 
-def weight_costs(c):
+def weight_costs(c: Config) -> Costs:
     """Costs counted in weights, keys and values, since reading them takes most of the time of a
     pass."""
     attn = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
@@ -168,7 +170,7 @@ class Confidence(Rule):
     """Stop after a token whose probability in the draft is below `threshold`. It is 0.4 in
     transformers (assistant_confidence_threshold) and 0.6 in Kangaroo (arXiv 2404.18911)."""
 
-    def __init__(self, threshold, gamma=MOST):
+    def __init__(self, threshold: float, gamma: int = MOST):
         super().__init__(gamma)
         self.threshold = threshold
 

@@ -87,8 +87,8 @@ class Settings:
             name == kinds[i % len(kinds)] for i, name in enumerate(named)))
 
     def never_slide(self):
-        """For Qwen, where a window slides over the layers from number `max_window_layers` on, unless
-        `layer_types` says for each whether it does."""
+        """In Qwen a window may slide over the layers from number `max_window_layers` on, unless
+        `layer_types` says for each layer whether it does. Here it must never slide."""
         slides = self["use_sliding_window"] and self["sliding_window"] is not None
         if self["layer_types"] is None and slides:
             self.check("use_sliding_window", self["max_window_layers"] >= self["num_hidden_layers"])

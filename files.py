@@ -85,8 +85,8 @@ def check_folder(folder):
 
 
 def download_first(name):
-    """How to get a folder of this name, to end a message with, if the name may be that of a model on
-    the Hugging Face hub, OWNER/MODEL."""
+    """The end of a message that says how to get a folder of this name. It is empty unless the name
+    looks like OWNER/MODEL, a model on the Hugging Face hub."""
     owner, _, model = str(name).partition("/")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or Path(owner).exists():
         return ""

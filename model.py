@@ -113,7 +113,7 @@ def visible(positions, slots, end, tree=None, window=None):
     slot = torch.arange(end, device=slots.device)
     if tree is None:
         tree = torch.ones(T, T, dtype=torch.bool, device=slots.device).tril()
-    mask = slot < torch.minimum(slots[:, :1], positions)[..., None]         # (B, T, end) before it
+    mask = slot < torch.minimum(slots[:, :1], positions)[..., None]         # before the block
     mask = mask.scatter(2, slots[:, None].expand(B, T, T), tree.expand(B, T, T))    # within it
     if window is not None:
         key = slot.expand(B, end).scatter(1, slots, positions)      # (B, end) position of each slot

@@ -10,22 +10,23 @@ import itertools
 import math
 import sys
 from collections import namedtuple
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 import checkpoint
-from control import best_along
+from control import Costs, best_along
 from kvcache import KVCache
 from layerskip import check_sublayers, shared_prefix
-from model import Placement
+from model import Placement, Transformer
 from sampling import to_probs
 
 # on the diagonal, relative to the signal, so that rounding makes no matrix indefinite
 JITTER = 1e-10
 FIRST = 10      # random trials at the start
 REFIT = 5       # trials between two fits of the process
-TRIES = 1000    # random sets that may be drawn for one trial
+DRAWS = 1000    # random sets that may be drawn for one trial
 STARTS = 8, 16  # of a local search: this many of the best known sets, and of random ones
 
 
@@ -40,7 +41,7 @@ class Teacher:
     """
 
     @torch.inference_mode()
-    def __init__(self, model, ids, probs=to_probs):
+    def __init__(self, model: Transformer, ids: Sequence[int], probs: Callable = to_probs):
         c = model.c
         T = len(ids)
         if not 0 < T <= c.max_len:
@@ -57,7 +58,7 @@ class Teacher:
         self.p = probs(model.unembed(self.states[-1]))      # (1, T, V)
 
     @torch.inference_mode()
-    def q(self, sublayers, short=None):
+    def q(self, sublayers: Sequence[int], short=None) -> torch.Tensor:
         """The distributions (1, T, V) that the token after each position is drafted from. `short`
         is a `ShortHead`, if the draft has one."""
         subs = check_sublayers(sublayers, self.model.c.n_layers)
@@ -70,13 +71,14 @@ class Teacher:
         x = self.model.run(self.states[shared], at, self.cache, subs[shared:])
         return self.probs((short or self.model).unembed(x))
 
-    def acceptance(self, sublayers, short=None):
+    def acceptance(self, sublayers: Sequence[int], short=None) -> torch.Tensor:
         """The acceptance rate of a first token after each position. (T,) float64, on the CPU"""
         return self.overlap(self.q(sublayers, short))
 
     def overlap(self, q):
         """The acceptance rate of tokens that are drawn from any q (1, T, V). It is the sum of
-        q min(1, p / q), which equals the sum of min(p, q) (Leviathan et al. 2023, Corollary 3.6)."""
+        q min(1, p / q), which equals the sum of min(p, q) (Leviathan et al. 2023, Corollary
+        3.6)."""
         both = torch.minimum(self.p, q).double().sum(-1)[0].cpu()
         # trap: a float32 sum of probabilities can exceed 1. NaN means an overflow, which `verify`
         # rejects
@@ -104,7 +106,7 @@ class Calibration:
 Trial = namedtuple("Trial", "speedup alpha cost gamma")
 
 
-def speedup(calibration, costs, sublayers):
+def speedup(calibration: Calibration, costs: Costs, sublayers: Sequence[int]) -> Trial:
     """The expected speed-up with the best gamma (Leviathan et al. 2023, Theorem 3.8, on acceptances
     along a text). Gamma is at least 1, so that values below 1 still tell a bad set from a worse
     one."""
@@ -272,7 +274,7 @@ def propose(space, entries, seed):
     zs = torch.tensor(bits, dtype=torch.float64)                                # (N, n)
     ys = torch.tensor([e["speedup"] for e in entries], dtype=torch.float64)     # (N,)
     g = torch.Generator().manual_seed((seed * 1_000_003 + len(entries)) % 2**63)
-    drawn = (space.random(g) for _ in range(TRIES))
+    drawn = (space.random(g) for _ in range(DRAWS))
     untried = (z for z in drawn if z.tolist() not in bits)
     if len(entries) < FIRST:
         return next(untried, None), None
@@ -302,7 +304,8 @@ def most_promising(process, best, starts, allowed):
     return ends[int(scores.argmax())]
 
 
-def search(space, evaluate, count, seed=0, entries=()):
+def search(space: Space, evaluate: Callable, count: int, seed: int = 0,
+           entries: Sequence[dict] = ()) -> Iterator[dict]:
     """Continue from the trials in `entries` until there are `count`, or until no new set is found.
     evaluate(sublayers) returns a Trial, and each is yielded as an entry of the log."""
     entries = list(entries)

@@ -1,5 +1,8 @@
-"""What is kept between runs in the user's cache folder: compiled loops, and measured costs. Anything
-here can be made again, and its name says what it depends on."""
+"""What is kept between runs in the user's cache folder.
+
+These are compiled loops and measured costs. Anything here can be made again, and its name says what
+it depends on.
+"""
 import hashlib
 import os
 import platform

@@ -98,7 +98,7 @@ def main(run, argv):
 
 
 def name_of(run):
-    """The name of a command as it is typed: that of the file of `run`, or of a package's folders."""
+    """The name of a command as it is typed: the file of `run`, or the folders of a package."""
     path = Path(run.__code__.co_filename)
     if path.name == "__main__.py":
         return f"{path.parts[-3]}.{path.parts[-2]}"

@@ -293,8 +293,9 @@ class CheckedRule(Called, Rule):
         if not isinstance(gammas, list):
             numbers = [gammas] * B
         if len(numbers) != B or not all(isinstance(gamma, int) for gamma in numbers):
-            raise ValueError(f"{self.where(self.inner.how_far)}: how_far must return a whole number, "
-                             f"or a list of one for each row (B = {B}), not {gammas!r}")
+            where = self.where(self.inner.how_far)
+            raise ValueError(f"{where}: how_far must return a whole number, or a list of"
+                             f" one for each row (B = {B}), not {gammas!r}")
         return parallel.agreed(gammas)
 
     def stops(self, k, logits, token):
@@ -302,8 +303,9 @@ class CheckedRule(Called, Rule):
             stops = self.inner.stop(k, logits, token)
         B = len(token)
         if not isinstance(stops, list) or [type(stop) for stop in stops] != [bool] * B:
-            raise ValueError(f"{self.where(self.inner.stop)}: stop must return a list of True or False "
-                             f"for each row (B = {B}), as `.tolist()` makes it, not {stops!r}")
+            where = self.where(self.inner.stop)
+            raise ValueError(f"{where}: stop must return a list of True or False for"
+                             f" each row (B = {B}), as `.tolist()` makes it, not {stops!r}")
         return parallel.agreed(stops)
 
     def learn(self, state, r):

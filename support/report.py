@@ -1,4 +1,4 @@
-"""What generate.py reports about a run: the JSON that scripts read, and the lines after the text."""
+"""What generate.py reports about a run, as JSON for scripts or as the lines after the text."""
 import sys
 
 import torch

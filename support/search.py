@@ -88,7 +88,7 @@ def resume(path, header, keys):
     return lines
 
 
-def describe(space, entry):
+def skip_file(space, entry):
     """What generate.py --skip reads: the blocks whose attention or MLP is skipped, and the gain."""
     attn, mlp = skipped(space.n_layers, space.sublayers([int(b) for b in entry["bits"]]))
     gamma = entry["gamma"] if entry["speedup"] > 1 else 0
@@ -122,7 +122,7 @@ def run(argv):
             log.flush()
             entries.append(entry)
     best = max(entries, key=lambda e: e["speedup"])
-    write_file(out / FOUND, json.dumps(describe(space, best)) + "\n")
+    write_file(out / FOUND, json.dumps(skip_file(space, best)) + "\n")
     print(f"{out / FOUND}: alpha {best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} "
           f"promises {best['speedup']:.2f} times plain decoding")
     if short:

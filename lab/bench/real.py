@@ -1,12 +1,12 @@
-"""A real public model (make smollm): what each way to draft gains over the fastest plain decoding, on six
-kinds of chat.
+"""A real public model (make smollm): what each way to draft gains over the fastest plain decoding,
+on six kinds of chat.
 
     python -m lab.bench real --model runs/smollm --fast
     python -m lab.bench real --model runs/qwen15 --draft-model runs/qwen05 --fast
 
-With `--fast` on a CPU a row of logits has the same bits in every block. So each greedy text must be plain
-decoding's to the bit, and no second model is needed to check it. Elsewhere the first text of each kind is
-written in float64 by every method.
+With `--fast` on a CPU a row of logits has the same bits in every block. So each greedy text must be
+plain decoding's, token for token, and no second model is needed to check it. Elsewhere every method
+also writes the first text of each kind in float64.
 """
 import time
 from functools import cache, partial
@@ -45,19 +45,22 @@ ITSELF = {"int8": (3,), "int4": (3, 5)}     # lengths of the drafts of the model
 SMALL = {None: (3,), "int4": (3, 5)}        # and of a small model: as it is, and in few bits
 COLUMNS = {"tokens/s": "{tokens_per_second:.1f}", "ratio to plain": "{ratio:.2f}",
            "by the formula": "{predicted:.2f}", "tau": "{tau:.2f}", "alpha": "{tested:.2f}",
-           "alpha by place": "{places}", "bytes": "{bytes:.2f}", "c": "{c:.3f}", "block": "{block:.2f}"}
+           "alpha by place": "{places}", "bytes": "{bytes:.2f}", "c": "{c:.3f}",
+           "block": "{block:.2f}"}
 
 
 def chat_ids(a, kind, tokenizer):
     """The prompts of one kind, or of a file, in the model's chat template, as ids."""
     path = PROMPTS / f"{kind}.jsonl" if kind in KINDS else Path(kind)
+    if not path.is_file():
+        raise ValueError(f"--prompts {kind}: neither a file nor one of {', '.join(KINDS)}")
     return ask(a.model, tokenizer, read_texts(path, "prompt", "\n")[: a.quick])
 
 
 @torch.no_grad()
 def dither(model):
-    """Add noise to each matrix of a model, in place: uniform, and as wide as a step of int4. Its weights then
-    lie on no grid, as before they were first quantised."""
+    """Add noise to each matrix of a model, in place. It is uniform, and as wide as a step of int4.
+    Then the weights lie on no grid, as before they were first quantised."""
     g = torch.Generator().manual_seed(0)
     for w in model.parameters():
         if w.dim() == 2:
@@ -124,8 +127,8 @@ def trained_heads(trained):
 
 
 def adapting(model, trained, smalls):
-    """The Method of `auto`, as generate.py has it with --draft-model and --draft-quant int4. m: the model
-    that it decodes with, which may be the one in float64; costs are the timed one's."""
+    """The Method of `auto`, as generate.py has it with --draft-model and --draft-quant int4. The
+    costs are those of the timed model, even where the one in float64 decodes."""
     def make(m):
         costs = kept_costs(model)
         own = None
@@ -136,7 +139,8 @@ def adapting(model, trained, smalls):
             few = [rough(smalls[each.tok.dtype], "int4") for each in (m, model)]
             small = fit(few[0], m), step_cost(model, few[1])
         own_heads = [loaded[m.tok.dtype] for loaded in trained.values()]
-        return Pace(m, candidates(m, costs, heads=own_heads, rough=own, small=small), costs, most=FEW - 1)
+        arms = candidates(m, costs, heads=own_heads, rough=own, small=small)
+        return Pace(m, arms, costs, most=FEW - 1)
 
     return living(make)
 
@@ -156,8 +160,8 @@ def ways(model, trained, smalls):
 
 
 def promise(model, m, r):
-    """A row of the table; and of a draft of fixed length the bytes that a drafted token reads, relative to a
-    plain pass, and what alpha, c and its block promise."""
+    """A row of the table. For drafts of fixed length it gets the bytes that a drafted token reads,
+    relative to a plain pass, and the gain that alpha, c and the block promise."""
     if m and m.gamma and "c" in r:      # m: None of others' decoding
         r["predicted"] = expected_speedup(r["tested"], m.gamma, r["c"], r["block"])
         drafter = m.start()(model, None)
@@ -169,8 +173,8 @@ def promise(model, m, r):
 
 
 def opened(a, tokenizer):
-    """({dtype: (model, None)}, {dtype: small model}): as timed, and where rows of logits depend on their
-    block, in float64."""
+    """({dtype: (model, None)}, {dtype: small model}): as timed, and also in float64 if a row of
+    logits depends on its block."""
     models = {}
     smalls = {}
     for dtype in (a.dtype, "float64"):
@@ -196,15 +200,19 @@ def run_real(a):
     began = time.perf_counter()
     results = {}
     tokenizer = read_tokenizer(Path(a.model))
+    prompts = {kind: chat_ids(a, kind, tokenizer) for kind in a.prompts or KINDS}
     models, smalls = opened(a, tokenizer)
     model = models[a.dtype][0]
     where = Path(a.heads or f"{a.model}/heads")
-    trained = {file.parent.name: {m.tok.dtype: heads.load(file.parent, m) for m, _ in models.values()}
-               for file in sorted(where.glob(f"*/{heads.FILE}"))}
-    for T, kind in product((0.0, 0.8), a.prompts or KINDS):
+    trained = {}
+    for file in sorted(where.glob(f"*/{heads.FILE}")):
+        trained[file.parent.name] = {
+            m.tok.dtype: heads.load(file.parent, m) for m, _ in models.values()}
+    for T, kind in product((0.0, 0.8), prompts):
         methods = ways(model, trained, smalls)
-        bench = Bench(models, chat_ids(a, kind, tokenizer), {"temperature": T} if T else {}, a.new,
-                      a.repeats or 1, judge=verify_block, warm=not results)
+        flags = {"temperature": T} if T else {}
+        bench = Bench(models, prompts[kind], flags, a.new, a.repeats or 1, judge=verify_block,
+                      warm=not results)
         theirs = {}
         if a.only and not T:
             theirs = their_methods(a, bench, max(1, model.c.n_layers // 6))
