@@ -126,7 +126,7 @@ def read_costs(path, c):
     raw = read_json(Path(path))
     with guarded(f"{path}: not a table of costs for this model, as lab.bench costs --out writes "
                  "it"):
-        for key in ("unit", "flags", "machine", "torch"):   # which lab.bench adds
+        for key in ("unit", "flags", "machine", "torch", "date"):   # which lab.bench adds
             raw.pop(key, None)
         costs = Costs(**raw)
         ratios = [ratio for _, ratio in costs.passes]
