@@ -132,7 +132,7 @@ def quantised(twin, c, costs):
     return Arm("few bits", SelfDraft(twin, every, rule), by_token(price))
 
 
-def small_model(model, c, costs):
+def smaller(model, c, costs):
     """The Arm of a smaller model, whose step takes c of the target's, however long the text is."""
     drafter = ModelDraft(model, Calibrated())
     drafting = with_reading(lambda n, g: g * c, drafter, c, 0.0, costs)
@@ -152,7 +152,7 @@ def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None, small=
     if rough:
         models.append(quantised(*rough, costs))
     if small:
-        models.append(small_model(*small, costs))
+        models.append(smaller(*small, costs))
     if heads:
         arms = [head_draft(head, costs, vocab) for head in heads]
         return [max(arms, key=partial(promised, costs)), *models]

@@ -14,7 +14,7 @@ from control import MOST, Costs
 from lab.m2r2 import M2R2
 from machine.quant import Int4, byte_costs
 from methods import heads
-from methods.arms import small_model
+from methods.arms import smaller
 from model import put
 from support import drafts, generate, measure
 
@@ -85,7 +85,7 @@ def test_a_small_model_drafts_in_few_bits_alone_and_as_an_arm(call, plan, tmp_pa
     whole, few = arms.values()
     assert isinstance(few.drafter.model.head, Int4) and few.name == whole.name == "small model"
     assert few.further(0) < 0.25 * whole.further(0), "a price by the bytes of float32 and int4"
-    arm = small_model(few.drafter.model, 0.2, Costs((1.0,), 1.0, ((1, 1.0), (2, 2.0))))
+    arm = smaller(few.drafter.model, 0.2, Costs((1.0,), 1.0, ((1, 1.0), (2, 2.0))))
     arm.drafter.unread = 9
     assert arm.drafting(0, 0) == pytest.approx(8 * 0.2), "it reads what others wrote"
     call.refuses(["x", *quantised], tmp_path, "--draft-quant", "name one with --draft DIR")
