@@ -34,6 +34,7 @@ print(f"{EXIT} of {c.n_layers} blocks draft; the whole model checks")
 # whole model say?
 #
 # We take a story, and in it a place where the part and the whole model disagree a good deal.
+# (`Teacher` finds it; notebook 6 explains how.)
 
 # %%
 import inspect

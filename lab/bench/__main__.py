@@ -3,8 +3,8 @@
     python -m lab.bench counts       operations of a round, and waits for a GPU: counted, so free of noise
     python -m lab.bench plain        plain decoding beside transformers
     python -m lab.bench costs        what each sub-layer and the head take on this machine
-    python -m lab.bench help         will a draft help this model? every exit, or a skip set, and a verdict
-    python -m lab.bench check        is your model computed right? and the most that any draft could gain
+    python -m lab.bench help         will drafting help your model? what drafts promise, and the most possible
+    python -m lab.bench check        is your model computed right? compared with transformers; and `help`
     python -m lab.bench self         every way to draft, four kinds of text, beside transformers
     python -m lab.bench dynamic      drafts that adapt, on a stream of prompts whose kind changes
     python -m lab.bench quant        drafts and targets in few bits, measured, and on paper
@@ -31,6 +31,7 @@ from files import check_writable, write_file
 from lab.bench import (
     beyond,
     block,
+    ceiling,
     check,
     costs,
     counts,
@@ -51,7 +52,7 @@ from support import cli
 RUNS = {    # -> (Markdown, data)
     "counts": counts.run, "plain": plain.run, "rows": rows.run,
     "prompts": plain.run_prompts, "costs": costs.run_costs,
-    "help": costs.run_help, "check": check.run, "self": drafters.run, "dynamic": dynamic.run,
+    "help": ceiling.run, "check": check.run, "self": drafters.run, "dynamic": dynamic.run,
     "quant": quant.run, "block": block.run, "heads": heads.run, "real": run_real, "search": search.run,
     "beyond": beyond.run, "exact": exact.run}
 
@@ -61,7 +62,7 @@ RUN = *LOADS, "new", "repeats", "quick"
 READS = {   # the flags of each, beside --out
     "counts": (), "plain": ("model", "device", "new", "repeats", "fast"), "rows": (*LOADS, "repeats"),
     "prompts": (*LOADS, "repeats"), "costs": (*LOADS, "repeats", "fast"),
-    "help": (*LOADS, "new", "quick", "skip"), "check": ("model", "device", "new", "fast"),
+    "help": (*LOADS, "new", "fast"), "check": ("model", "device", "new", "fast"),
     "self": (*RUN, "fast", "skip", "draft-vocab", "draft-model", "prompts", "only"),
     "dynamic": (*RUN, "fast", "skip", "draft-vocab", "only"),
     "quant": RUN, "block": (*LOADS, "new", "quick", "skip", "prompts", "heads"),
