@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 1. The forward pass: from a prompt to logits
 #
-# A language model is a function. Token ids go in. For every position a score comes out for each
-# possible next token. This notebook computes that function twice: in a few lines per part, straight
-# from the equations in the papers, and with the library's `model.py`. The two must agree.
+# A language model is a function. Token ids go in, and for every position a score for each possible
+# next token comes out. This notebook computes that function twice: in a few lines per part,
+# straight from the equations in the papers, and with the library's `model.py`. The two must agree.
 #
 # One observation carries the rest of the course. A transformer of L blocks is a sum: it starts from
 # the embedding and adds 2L updates, x ← x + f(x), one after the other. Leave some of the updates
@@ -11,7 +11,7 @@
 # model uses such a shorter list to draft its own next tokens, and then checks them with the whole
 # list.
 #
-# You need Python, and to know what a matrix product and a softmax are. About 45 minutes. The
+# You need Python, and should know what a matrix product and a softmax are. About 45 minutes. The
 # notebook also runs on a model of your own: change `MODEL`. (The first cell finds the repository
 # and imports `torch`, `checkpoint` and `plots`. JupyterLab folds it, as it does the cells that only
 # draw.)
@@ -37,7 +37,7 @@ print(f"L = {c.n_layers} blocks, width {c.dim}, {c.n_heads} query heads, "
 #
 # The model does not see letters. It sees numbers from 0 to V - 1. A *tokenizer* cuts the text into
 # pieces and gives each piece its number. A frequent word is one piece; a rare word is several.
-# Before every prompt stands a special token that marks the beginning of a text. (Here it is called
+# Every prompt starts with a special token that marks the beginning of a text. (Here it is called
 # `<|endoftext|>`: where one text ends, the next begins.)
 #
 # **Predict:** how many pieces will the text below become? One per word, fewer, or more?
@@ -354,14 +354,14 @@ plots.draw_lens(said, sure, depths, labels[-9:], tokenizer)
 # embedding table itself (`tied`), the model mostly repeats the token it has just read.
 #
 # Now the same over a longer text, a story that the model did not write. After each sub-layer, how
-# often is the most likely token already that of the whole model?
+# often does the most likely token already agree with the whole model's?
 
 # %%
 from support.texts import read_prompts
 
 
 def agreement_on(kind):
-    """How often the most likely token after each sub-layer is that of the whole model. (2L,)"""
+    """How often each sub-layer's most likely token is already the whole model's. (2L,)"""
     ids = checkpoint.encode(tokenizer, read_prompts(kind)[0]["text"], c.bos)[:200]
     trace = dict.fromkeys(range(2 * c.n_layers))                # `run` fills in these states
     at = Placement.span(0, len(ids), device)
@@ -388,7 +388,7 @@ figure
 # **Try it:** read code instead of a story: `agreement_on("code")`. Where will the curve be lower?
 #
 # <details><summary>Answer</summary>
-# Above all in its first half, but by little. (With 200 tokens, a difference below 0.1 may be
+# Mostly in its first half, and only by a little. (With 200 tokens, a difference below 0.1 may be
 # chance.)
 # </details>
 
@@ -413,8 +413,8 @@ print(f"range({2 * E}) is the exit after {E} blocks: it says",
 # it off the last column of the logit lens, then set `E` and run the cell.
 #
 # <details><summary>Answer</summary>
-# After 2 blocks what the whole model says, here " because". After 0 blocks it repeats " sad", the
-# token that it has just read.
+# After 2 blocks it says what the whole model says, here " because". After 0 blocks it repeats "
+# sad", the token that it has just read.
 # </details>
 #
 # ## What Gemma-2 does differently
@@ -422,7 +422,7 @@ print(f"range({2 * E}) is the exit after {E} blocks: it says",
 # The second family differs from Llama in eight fields of the configuration. Each is read on one
 # line of `model.py`, except `post_norm` (two lines) and `window`. There is no second class.
 
-# %%
+# %% jupyter={"source_hidden": true}
 import math
 from dataclasses import fields, replace
 
@@ -448,9 +448,9 @@ for name in differs:
 #   2, section 2).
 # - `window`: every second block sees only the last `window` tokens.
 #
-# How much does each field matter? Set one at a time to Llama's value, keep all the weights, and
-# measure the loss on the same story: minus the natural logarithm of the probability of each next
-# token, averaged. (Its unit is the *nat*.)
+# How much does each field matter? Set one field at a time to Llama's value, keep all the weights,
+# and measure the loss on the same story. (The loss is minus the natural logarithm of the
+# probability of each next token, averaged. Its unit is the *nat*.)
 #
 # **Predict:** which field does the most damage when it is wrong? Which one would you not notice?
 
@@ -477,15 +477,14 @@ plots.draw_losses(means, uniform=math.log(gemma.c.vocab_size))
 # Three mistakes ruin the text, so you find them at once. Norms that multiply by w instead of 1 + w
 # do the most damage: the loss is larger than if all tokens were equally likely. The other mistakes
 # hardly change the loss, by no more than about its own error (±), and the text still looks right.
-# Without `final_softcap` it even falls, by far less than its error, which means nothing. So a loss
-# does not say which variant is the right one. Those are the dangerous mistakes when you port a
+# Without `final_softcap` the loss even falls, by far less than its error, which means nothing. So a
+# loss cannot tell which variant is the right one. These are the dangerous mistakes when you port a
 # model, and the reason why the library's tests compare logits. (`query_scale` changes nothing,
 # since here it equals 1 / √D.)
 #
 # ## Questions
 #
-# Answer first. Then unfold the answer. The check below it is folded with it: unfold and run it,
-# too.
+# Answer first. Then unfold the answer, and run the check that is folded below it.
 #
 # **1.** Swap the third and the fourth token of the prompt. Which rows of the logits change?
 #

@@ -30,8 +30,8 @@ print(len(prompt), "tokens in the prompt; the context holds", c.max_len)
 # %% [markdown]
 # ## Without a cache
 #
-# The obvious way to write: run the model over the whole text, take the most likely next token,
-# append it, repeat.
+# The obvious way to write is to run the model over the whole text, take the most likely next token,
+# append it, and repeat.
 
 # %%
 def write(ids, count):
@@ -436,7 +436,8 @@ figure
 # bits per number (`size=1`)?
 #
 # <details><summary>Answer</summary>
-# 7.9 GB are left, and a text takes one gibibyte: seven, and fourteen.
+# 7.9 GB are left. A text takes one gibibyte, so seven fit. With 8 bits it takes half of one, so
+# fourteen do.
 # </details>
 #
 # ## Questions

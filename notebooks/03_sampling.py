@@ -121,9 +121,9 @@ sides[0].set_ylabel("probability")
 figure
 
 # %% [markdown]
-# The outlines show the distribution before the cut. Removing more of the tail raises what is left
-# by more. How many tokens stay depends on how sure the model is. Let us read a story and count, at
-# each position, how many tokens could follow.
+# The outlines show the distribution before the cut. The more of the tail a cut removes, the more it
+# raises what is left. How many tokens stay depends on how sure the model is. Let us read a story
+# and count, at each position, how many tokens could follow.
 #
 # **Predict:** which of the three curves is flat? Which of the other two jumps higher?
 

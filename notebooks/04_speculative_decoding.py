@@ -4,9 +4,9 @@
 # A cheap model drafts a few tokens. The expensive one, the *target*, checks all of them in one
 # pass, and keeps them up to the first one it rejects (Leviathan et al. 2023,
 # [2211.17192](https://arxiv.org/abs/2211.17192), and, independently, Chen et al. 2023,
-# [2302.01318](https://arxiv.org/abs/2302.01318)). First the *mechanism*, a program on one page.
-# Then the *proof*: three lines, and an enumeration of everything that can happen. Then the
-# *economics*: when to turn it off.
+# [2302.01318](https://arxiv.org/abs/2302.01318)). We begin with the *mechanism*, a program on one
+# page. Then comes the *proof*: three lines, and an enumeration of everything that can happen. Last
+# come the *economics*: when to turn it off.
 #
 # You need [3, sampling](03_sampling.ipynb), and the cache of [2](02_kv_cache.ipynb). About 45
 # minutes.
@@ -34,6 +34,7 @@ print(f"{EXIT} of {c.n_layers} blocks draft; the whole model checks")
 # whole model say?
 #
 # We take a story, and in it a place where the part and the whole model disagree a good deal.
+# (`Teacher` finds it; notebook 6 explains how.)
 
 # %%
 import inspect
@@ -110,10 +111,10 @@ cached = inspect.getsource(minimal.rounds_with_cache)
 print(cached[cached.index("        # Draft") : cached.index("        accepted, token")])
 
 # %% [markdown]
-# - The first blocks read D, the last known token, and each drafted token as it comes. What they
-#   make of it (`xs`) is kept: the whole model would compute the same.
+# - The first blocks read D, the last known token, and each drafted token as it comes. Their states
+#   (`xs`) are kept, because the whole model would compute the same.
 # - The other blocks read all of them in one pass. So a round reads the weights of the first blocks
-#   gamma + 1 times, and those of the others once.
+#   gamma + 1 times, and all other weights once.
 # - Nothing is taken back after a rejection. The next round begins at a lower place and overwrites
 #   it.
 #
@@ -143,11 +144,11 @@ print("equal, all", sum(map(len, texts[0])), "tokens")
 # %%
 common = torch.minimum(p, q)
 residual = (p - q).clamp(min=0)
+
+# %% tags=["gallery"] jupyter={"source_hidden": true}
 shown = ((p + q) > 0).nonzero()[:, 0]
 shown = shown[p[shown].argsort(descending=True, stable=True)]
 names = [plots.word(tokenizer, t) for t in shown.tolist()]
-
-# %% tags=["gallery"] jupyter={"source_hidden": true}
 figure, (sides,) = plots.axes(1, 3, width=3.4, height=3.2)
 plots.bars(sides[0], names, p[shown], plots.HUES[0], -0.2, 0.4, label="p")
 plots.bars(sides[0], names, q[shown], plots.HUES[1], 0.2, 0.4, label="q")
@@ -240,7 +241,7 @@ for text in alone:
 # %% [markdown]
 # The sums agree. A larger tree needs no drawing: three tokens, two drafted per round.
 
-# %%
+# %% jupyter={"source_hidden": true}
 paths = every_path(lambda coins: write(coins, count=3, gamma=2))
 speculative = total(paths)
 truth = plain_law(3)
@@ -288,7 +289,7 @@ plots.draw_texts(laws, words)
 # **Predict,** on paper: p = (0.5, 0.5) and q = (0.2, 0.8). Which token does it write too often, and
 # why?
 
-# %%
+# %% jupyter={"source_hidden": true}
 p_two = torch.tensor([0.5, 0.5])
 q_two = torch.tensor([0.2, 0.8])
 left = (p_two - q_two).clamp(min=0)                             # (0.3, 0): never the second
@@ -388,9 +389,9 @@ for state, r in rounds(model, [code], 32, lookup):
               f"{int(r.accepted)} of {len(drafted)}")
 
 # %% [markdown]
-# Names recur often, whole phrases less often. Nothing is computed for a copy. So it gains wherever
-# a text repeats itself: in code, in summaries of a prompt, in lists. (The paper also keeps the
-# texts of earlier requests, and can draft a tree.) A story repeats names and short phrases only:
+# Names recur often, whole phrases less often. A copy costs no computation, so it gains wherever a
+# text repeats itself: in code, in summaries of a prompt, in lists. (The paper also keeps the texts
+# of earlier requests, and can draft a tree.) A story repeats names and short phrases only:
 
 # %% jupyter={"source_hidden": true}
 from support.stats import Counts
@@ -542,9 +543,9 @@ figure
 # picture are the same four pairs, among lines of equal best speed-up. Below the diagonal there is
 # nothing to gain.
 #
-# What the clock says is another matter, because c depends on the machine
-# ([notebook 6](06_layer_skipping.ipynb)). So does the cost of checking several tokens
-# ([notebook 12](12_close_to_the_machine.ipynb)).
+# The clock may say something else, because c depends on the machine ([notebook
+# 6](06_layer_skipping.ipynb)). So does the cost of checking several tokens ([notebook
+# 12](12_close_to_the_machine.ipynb)).
 #
 # ## Questions
 #

@@ -5,7 +5,7 @@
 # left. Could an exact rule accept more than that one? Yes: *block verification* does. And can
 # drafting leave the *text* itself unchanged, token for token, even when we sample, and even in
 # bfloat16? Two things stand in the way, the random numbers and the rounding. This notebook removes
-# one after the other.
+# both.
 #
 # > **Noise that belongs to a place in the text does not depend on who drafted. A sum that is always
 # > taken in one order does not depend on how many tokens a pass reads.**
@@ -217,8 +217,8 @@ assert "our loop" not in ways or all(T == same for T, same in equal.items())
 # the texts differ.
 #
 # `machine.exact.exactly` returns a model whose passes do not have this problem. We read one text in
-# blocks of 1, 2, 3 and 4 tokens, and compare the rows of logits, bit by bit, with those of a block
-# of 8.
+# blocks of 1, 2, 3 and 4 tokens, and compare the rows of logits, bit by bit, with the same rows in
+# a block of 8.
 #
 # **Predict:** of 100 rows, how many are equal in passes as usual?
 
@@ -255,9 +255,9 @@ assert set(shares.values()) == {1.0}, "made exact"
 # %% [markdown]
 # How many are equal as usual differs from machine to machine ([a
 # GPU](../lab/BENCHMARKS.md#on-a-gpu)), so nothing can be built on it. On a CPU with a C++ compiler,
-# `exactly` makes every pass of loops with one order, including the pass over the prompt. Elsewhere
-# it gives every pass the same shape: eight rows, some of which may be dead, over all slots of the
-# cache.
+# `exactly` builds every pass from loops with one fixed order, including the pass over the prompt.
+# Elsewhere it gives every pass the same shape: eight rows, some of which may be dead, over all
+# slots of the cache.
 #
 # ## Both together
 #
@@ -301,7 +301,7 @@ assert kept[0.8, Coins, "exact"] < len(openings)
 # drafter can change a token. `generate.py --exact` does both.
 #
 # There is a price. The prompt is read more slowly, since a library multiplies many rows faster than
-# the loop. And some more drafted tokens are rejected, since two races agree less often than
+# the loop. And a few more drafted tokens are rejected, since two races agree less often than
 # `verify` accepts.
 #
 # **Try it:** let the second half of the model draft: `DRAFT = range(L, 2 * L)`. Which texts change?

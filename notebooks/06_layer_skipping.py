@@ -214,7 +214,7 @@ figure
 # you expect a loss?
 #
 # <details><summary>Answer</summary>
-# Above all for the exit after half of the blocks: six drafted tokens cost more than three passes.
+# Most of all for the exit after half of the blocks: six drafted tokens cost more than three passes.
 # </details>
 #
 # ## How far to draft? A rule decides
@@ -376,7 +376,7 @@ figure
 #
 # <details><summary>Answer</summary>
 # Far lower: a short list must come from the kind of text that it will draft. The longer the list,
-# the smaller the difference, also because both lists end in the same ids.
+# the smaller the difference, partly because both lists end in the same ids.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -395,8 +395,8 @@ print("by the tokens of code:", rounded)
 #
 # The repository [ccs96307/fast-llm-inference](https://github.com/ccs96307/fast-llm-inference)
 # searched a skip set for Gemma-2 9B, and drafted up to five tokens per round. It reports an "accept
-# rate" of 0.4057, and 24.08 tokens per second, where plain decoding made 29.65 and the draft alone
-# 48.82.
+# rate" of 0.4057, and 24.08 tokens per second, where plain decoding reached 29.65 and the draft
+# alone 48.82.
 #
 # **Predict:** its code computes accepted / drafted. Is that alpha? Does it tell whether drafting
 # paid off?
@@ -411,11 +411,11 @@ for drafted in (1, 2, 3, 5):                                    # per round, on 
 assert all((1 + g * y) / (1 + g * c_there) < 1 for g in range(1, 100))
 
 # %% [markdown]
-# It is the *yield*. A round that drafts g tokens writes 1 + g · yield of them, for 1 + g · c
-# passes, whatever alpha is. So drafts with a yield below c lose, whatever their length, and the
-# speed that was measured fits about two drafted tokens per round. Shorter drafts would have had a
-# higher yield, and alpha, which was not measured, may still lie above c. (The program also draws
-# from p after a rejection: the first of notebook 4's mistakes. That changes the text, not its
+# It is not alpha, but the *yield*. A round that drafts g tokens writes 1 + g · yield of them, for
+# 1 + g · c passes, whatever alpha is. So drafts with a yield below c lose, whatever their length,
+# and the speed that was measured fits about two drafted tokens per round. Shorter drafts would have
+# had a higher yield, and alpha, which was not measured, may still lie above c. (The program also
+# draws from p after a rejection: the first of notebook 4's mistakes. That changes the text, not its
 # speed.)
 #
 # ## Two families, and what the training recipe is worth
@@ -425,7 +425,7 @@ assert all((1 + g * y) / (1 + g * c_there) < 1 for g in range(1, 100))
 # LayerSkip's recipe (layers dropped at random, and a loss at the exits), the other without. Their
 # figures come from `weights/twin.json`.
 
-# %%
+# %% jupyter={"source_hidden": true}
 import json
 
 gemma, words = checkpoint.load(ROOT / "weights" / "stories-gemma2", device, torch.float32)
@@ -497,8 +497,8 @@ print(f"c of exit 1: {costs.step(early_exit(L, 1)):.2f} -> {large.step(early_exi
 # **3.** A rule ends a draft after a token of low confidence. Why *after* it, and not before it?
 #
 # <details><summary>Answer</summary>
-# The token has been drawn from q. If the rule threw it away for what it is, the tokens that remain
-# would not be distributed as q, and the text would not be exact (question 2 of the previous
+# The token has been drawn from q. If the rule threw it away because of its value, the tokens that
+# remain would not be distributed as q, and the text would not be exact (question 2 of the previous
 # notebook).
 # </details>
 

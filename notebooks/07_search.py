@@ -10,8 +10,8 @@
 # > **For every set the process predicts a value and how uncertain that value is. The next trial
 # > goes where the expected improvement is largest. And the best of many trials promises too much.**
 #
-# You need [6, layer skipping](06_layer_skipping.ipynb), and to know what a normal distribution and
-# a covariance are. About 45 minutes.
+# You need [6, layer skipping](06_layer_skipping.ipynb), and should know what a normal distribution
+# and a covariance are. About 45 minutes.
 
 # %%
 # %run start.py
@@ -62,7 +62,7 @@ for name, subs in (("everything", range(2 * L)), ("a quarter", range(2 * max(1, 
 # next cell makes three bands and scores all 64 sets.) A set is a row of bits, where 1 means that a
 # group is skipped. `a3-4` stands for the attentions of blocks 3 and 4, and `m3-4` for their MLPs.
 
-# %%
+# %% jupyter={"source_hidden": true}
 shipped = Path(MODEL).resolve() == ROOT / "weights" / "stories-llama"
 edges = [1, 2, 3, 5, 8, 14, 24] if shipped else sorted({1, 1 + L // 8, 1 + L // 3, L})
 bands = [range(2 * low + kind, 2 * high, 2) for low, high in pairwise(edges) for kind in (0, 1)]
@@ -115,7 +115,7 @@ assert not shipped or kept(z[top]) == list(range(4))
 figure
 
 # %% [markdown]
-# Most sets gain a little, few gain much, and the best sets have a low c. The very best one is an
+# Most sets gain a little, a few gain much, and the best sets have a low c. The very best one is an
 # early exit: this model was trained to be left early. A search must find it without knowing that.
 #
 # A search can work only if similar sets have similar values. Do they? Here is the mean difference
@@ -191,11 +191,11 @@ print("a set with itself, with one attention bit flipped, and with an MLP bit as
 
 # %% [markdown]
 # **2. Regression: spread the values seen so far.** Let y be the values of the sets tried, K the
-# covariances of these sets with each other, k those of a new set with them, k** that of the new set
-# with itself, and sigma² the noise. Then the value of the new set has mean mu and standard
-# deviation s (Rasmussen and Williams 2006, eq. 2.25 and 2.26). (The library first scales y to mean
-# 0 and standard deviation 1, and scales back at the end. Our trials have no noise; sigma² takes up
-# what the kernel cannot explain.)
+# covariances of these sets with each other, k the covariances of a new set with them, k** the new
+# set's covariance with itself, and sigma² the noise. Then the value of the new set has mean mu and
+# standard deviation s (Rasmussen and Williams 2006, eq. 2.25 and 2.26). (The library first scales y
+# to mean 0 and standard deviation 1, and scales back at the end. Our trials have no noise; sigma²
+# takes up what the kernel cannot explain.)
 #
 # $$\mu = k^\top (K + \sigma^2 I)^{-1} y, \qquad s^2 = k_{**} - k^\top (K + \sigma^2 I)^{-1} k$$
 
@@ -264,7 +264,7 @@ figure
 # draw?
 #
 # <details><summary>Answer</summary>
-# That of the path. It is a small and special part of the space.
+# The share of the path, because the path is a small and special part of the space.
 # </details>
 #
 # **3. The fit: which theta?** The *likelihood* is the probability of the values seen so far, given
@@ -593,9 +593,9 @@ print(f"{sum(map(len, text.ids))} tokens: {max(at, key=at.get)} is best, "
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# All exits are worth less, and the best ones nearly as much less as the winner. So most of its fall
-# is not its luck: 256 tokens are hardly more than one story, and that story is easier than the
-# others. The exit that won on it is also the best on all tokens.
+# All exits are worth less, and the best five fall nearly as far as the winner. So most of its fall
+# is not luck running out: 256 tokens are hardly more than one story, and that story is easier than
+# the others. The exit that won on it is also the best on all tokens.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -646,8 +646,8 @@ figure
 
 # %% [markdown]
 # On code the found set loses more than chance explains, by its attention as well as by its longer
-# drafts (gamma 3 against 2). On dialogues it seems to gain, but by its longer drafts alone. What a
-# set and a gamma are worth depends on the text. So search on the kind of text that you will write.
+# drafts (gamma 3 against 2). On dialogues it seems to gain, but by its longer drafts alone. The
+# value of a set and a gamma depends on the text. So search on the kind of text that you will write.
 #
 # ## Exercise: another acquisition
 #

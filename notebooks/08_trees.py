@@ -233,11 +233,11 @@ sides[0].legend(frameon=False)
 figure
 
 # %% [markdown]
-# Both disappear. The orange one, because the next sibling is drawn from q without that token,
-# rescaled: drawing the same token again would be a waste. The blue one, because a token can only be
-# rejected where q exceeds p, and q is subtracted: what p and q share has had its chance. Where p
-# exceeds q, something is left, and a later sibling can hit it. Where q exceeds p, as at the third
-# child here, nothing is left: its chance is 0.
+# Both disappear. The orange bar goes because the next sibling is drawn from q without that token,
+# rescaled: to draw the same token again would be a waste. The blue bar goes because a token can
+# only be rejected where q exceeds p, and q is subtracted. What p and q share has had its chance.
+# Where p exceeds q, something is left, and a later sibling can hit it. Where q exceeds p, as at the
+# third child here, nothing is left: its chance is 0.
 #
 # ## Why the text is exact: one line
 #
@@ -343,8 +343,8 @@ print(f"drafting one level costs {level:.2f} passes by weights")
 #
 # We take cheap levels of 0.05 passes, such as a small head would have, and nodes that cost nothing.
 #
-# **Predict:** is the best tree of four nodes a chain? And that of eight? Would free levels make
-# trees deeper, or wider?
+# **Predict:** is the best tree of four nodes a chain? And the best tree of eight? Would free levels
+# make trees deeper, or wider?
 
 # %%
 DEPTH_COST = 0.05
@@ -397,7 +397,7 @@ for cost, shape in shapes.items():
 # probabilities along their path, and at last keeps the best nodes of all. Where the draft is sure,
 # its tree is deep, and where it is not, wide.
 #
-# Free nodes are an assumption as well. On a GPU that waits for memory, a pass over 16 tokens costs
+# Free nodes are also an assumption. On a GPU that waits for memory, a pass over 16 tokens costs
 # about as much as a pass over one. On a CPU it does not, and a large tree can lose.
 # `python -m lab.bench heads` measures it.
 #

@@ -128,7 +128,7 @@ figure
 # %% [markdown]
 # One matrix, trained for a few seconds, raises alpha several times over. The gap between the curves
 # is overfitting: six stories are far too little text. `lab/train_heads.py` trains on much more, and
-# the heads beside the shipped weights come from there.
+# it trained the heads that come with the shipped weights.
 #
 # **Try it:** set `STEPS = 400`. Which of the two curves will rise more?
 #
@@ -170,7 +170,7 @@ figure
 # - **The prophet** (lucidrains; not ProphetNet) is a small decoder. It starts from that final
 #   state, then reads D and its own drafts.
 #
-# What a drafted token costs follows from that: the blocks of the model that run for it, the head's
+# The cost of a drafted token follows from that: the blocks of the model that run for it, the head's
 # own weights, and the output head. `heads.pricing` adds them up, in passes of the target. (No exit
 # block is shipped, so it is missing from here on.)
 
@@ -272,8 +272,8 @@ figure
 #
 # ## A tree of heads
 #
-# The trees of notebook 8 work with heads as well: their second and third choices make trees. How
-# often each choice is the target's token was measured when the heads were trained and is stored
+# The second and third choices of a head make trees, too, as those of the exit did in notebook 8.
+# How often each choice is the target's token was measured when the heads were trained and is stored
 # with them, so `best_tree` can pick the shape. A parent 0 in a shape is the last known token, and k
 # is drafted token k. (Medusa's tree may branch anywhere. Here EAGLE continues only its first
 # choices; in the paper it continues others as well.)
@@ -372,8 +372,8 @@ if SHIPPED:
 #
 # <details><summary>Answer</summary>
 # The text. The target would be another model, and what it verifies would be distributed as *its* p,
-# not as that of the model we began with. (Medusa-2 trains both.) The cell moves one block by one
-# percent.
+# and no longer as the p of the model we began with. (Medusa-2 trains both.) The cell moves one
+# block by one percent.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}

@@ -78,10 +78,10 @@ figure
 #
 # A trace does not reveal everything. A skip set has states of its own: after its first gap, each
 # sub-layer gets another input than in a pass of the whole model. A trace can still guide the
-# choice. *CLaSp* (arXiv 2505.24196, `lab/clasp.py`) looks for the blocks without which a token's
-# states stay nearest to those of the trace. But for this it runs the blocks again, on states that
-# the target never had, and a set whose states are near need not be one whose tokens are right. How
-# often they are, only its own drafts can show.
+# choice. *CLaSp* (arXiv 2505.24196, `lab/clasp.py`) looks for the blocks that it can leave out
+# while a token's states stay as near as possible to the trace's. But for this it runs the blocks
+# again, on states that the target never had, and a set whose states are near need not be one whose
+# tokens are right. Only its own drafts can show how often they are.
 
 # %%
 from layerskip import without
@@ -181,8 +181,9 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# To the last 40 tokens: old counts fade, but slowly. This is how DEL follows a text that changes.
-# Look at the shape as well. From exit 4 to the middle of the model, more blocks buy nothing.
+# DEL is closer to the last 40 tokens, because old counts fade, if slowly. This is how DEL follows a
+# text that changes. Look at the shape of the curves, too. From exit 4 to the middle of the model,
+# more blocks buy nothing.
 #
 # There is a price. For each shadow token, the output head must be applied to one more state. A
 # large GPU hardly notices, since it reads the head once for all of them. On a CPU the shadow tokens

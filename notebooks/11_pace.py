@@ -106,7 +106,7 @@ figure
 # table of costs, Pace is never slower than plain decoding by more than 1 % and two passes. By the
 # clock, it holds as far as the table is right.
 #
-# To test it, we give Pace a useless draft: the second half of the model alone. Beside it runs a
+# To test it, we give Pace a useless draft: the second half of the model alone. We compare it with a
 # fixed rule that drafts two tokens with it in every round.
 #
 # **Predict:** how often will Pace try the useless draft in 120 tokens?

@@ -39,9 +39,9 @@ print(f"{L} blocks of {c.dim} numbers; the prompt has {n} tokens")
 # %% [markdown]
 # ## Count the launches
 #
-# PyTorch can report each operation just before it runs. We count them all but *views*, which only
-# look at the same memory in another shape. On a GPU, each of the others would *launch* one or more
-# *kernels* (programs that run on the GPU).
+# PyTorch can report each operation just before it runs. We count all of them except *views*, which
+# only look at the same memory in another shape. On a GPU, each of the others would *launch* one or
+# more *kernels* (programs that run on the GPU).
 
 # %% jupyter={"source_hidden": true}
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -145,8 +145,8 @@ for name, seconds in interleave(work, 15).items():
 # move fewer numbers.)
 #
 # For larger models this turns around: bytes grow with the square of the width, launches only with
-# the depth. Here are known models on paper, in bfloat16, on a device that reads 3.35 TB/s (an H100,
-# by its data sheet). We assume that a launch takes 5 microseconds.
+# the depth. Here is the calculation for some known models, in bfloat16, on a device that reads 3.35
+# TB/s (an H100, by its data sheet). We assume that a launch takes 5 microseconds.
 #
 # **Predict:** how large must a model be before it waits longer for bytes than for launches?
 
@@ -193,9 +193,9 @@ print(f"{nearest}: launching takes {ratios[nearest]:.2f} times as long as readin
 # ## A block at the price of a token
 #
 # Verifying a draft is a pass over a few tokens, so each matrix is multiplied with a few rows. We
-# time such products with a matrix as wide as those of SmolLM2, a small public model, but so long
-# that it fits into no cache. `F.linear` is torch's product. For comparison, we also sum as many
-# bytes: reading cannot be faster.
+# time such products with a matrix as wide as the matrices of SmolLM2, a small public model, but so
+# long that it fits into no cache. `F.linear` is torch's product. For comparison, we also sum as
+# many bytes: reading cannot be faster.
 #
 # **Predict:** four rows need four times as many multiplications as one. Does the product take four
 # times as long?
@@ -220,7 +220,7 @@ for name in ways:
     print(f"{name:8}: one row takes {one:.1f} ms; relative to that, {listed}")
 
 # %% [markdown]
-# The loop stands in `machine/rows.cpp`. It goes through the matrix once, as one stream of bytes:
+# The loop is in `machine/rows.cpp`. It goes through the matrix once, as one stream of bytes:
 #
 #     for each output n                   one row of the matrix
 #         for 64 weights of it            a few registers
@@ -420,8 +420,8 @@ for kind, twin in twins.items():
           f"gate_up is off by {lost:.1%}")
 
 # %% [markdown]
-# That sounds like much. But in a sum over many weights the errors partly cancel, and what counts is
-# what the model *predicts*. So a quantised copy can draft for the model, without training. We
+# That sounds like a lot. But in a sum over many weights the errors partly cancel, and what counts
+# is what the model *predicts*. So a quantised copy can draft for the model, without training. We
 # measure how often its greedy token is the model's own (alpha), on three stories, and what it reads
 # (c), relative to a pass in bfloat16.
 #
@@ -516,10 +516,11 @@ print(out.stdout[: out.stdout.find("\n", len(alone))] if out.returncode == 0 els
 assert " ".join(alone.split()) in " ".join(out.stdout.split()), "the text of one process"
 
 # %% [markdown]
-# The text is that of one process. These two share one memory, so nothing is gained; GPUs have their
-# own. On paper, for 70 billion parameters in bfloat16: each device reads its share of the weights,
-# then all wait for one another, 2 L + 2 times per token: twice per block, once for the output head,
-# once to agree on the token. We assume 10 or 50 microseconds each time.
+# One process writes the same text. Our two processes share one memory, so nothing is gained, but
+# each GPU has a memory of its own. Here is the calculation for 70 billion parameters in bfloat16.
+# Each device reads its share of the weights, and then all wait for one another, 2 L + 2 times per
+# token: twice per block, once for the output head, and once to agree on the token. We assume 10 or
+# 50 microseconds each time.
 #
 # **Predict:** are eight devices eight times as fast?
 
@@ -536,7 +537,7 @@ for world, share, *waits in list(zip(worlds, shares, *waiting, strict=True))[1:]
           f"or {slow:.1f} with the slower all-reduce")
 
 # %% [markdown]
-# The reading shrinks with each device, the waiting does not.
+# The reading shrinks with each device, but the waiting does not.
 #
 # **Try it:** set `SUMS = 1e-6, 10e-6`. How close to eight do you get?
 #

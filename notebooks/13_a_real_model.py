@@ -93,9 +93,9 @@ first = next(e for e, (_, alpha, _) in enumerate(real, 1) if alpha >= 0.5)
 print(f"after {first} of {L} blocks; a token that they draft costs {real[first - 1][0]:.2f} passes")
 
 # %% [markdown]
-# A drafted token must gain more than it costs: alpha > c. Here are all exits of this model beside
-# those of `stories-llama`, which LayerSkip's recipe trained to be left early. The bands are two
-# standard errors wide on each side.
+# A drafted token must gain more than it costs: alpha > c. Here are all exits of this model,
+# compared with the exits of `stories-llama`, which LayerSkip's recipe trained to be left early. The
+# bands are two standard errors wide on each side.
 
 # %% tags=["gallery"] jupyter={"source_hidden": true}
 ours, words = checkpoint.load(ROOT / "weights" / "stories-llama", dtype=torch.float32)
@@ -121,12 +121,13 @@ figure
 
 # %% [markdown]
 # SmolLM2 lies below the line everywhere. In its first blocks it computes something that the output
-# head cannot read yet, and nothing in its training asked for states that it can read. LayerSkip's
-# recipe shows each exit the labels, so that the head can read what the blocks below it know.
+# head cannot read yet, and nothing in its training asked for states that the head can read.
+# LayerSkip's recipe asks each exit for the right token, so that the head can read what the blocks
+# below it know.
 #
-# Half an hour of that recipe on two processor cores taught exit 4 of SmolLM2 some of it, less than
-# EAGLE learns from as much text, and it changes the model. (The figures and the command are in
-# [BENCHMARKS](../lab/BENCHMARKS.md#a-real-model).)
+# From half an hour of that recipe on two processor cores, exit 4 of SmolLM2 learnt some of this,
+# but less than EAGLE learns from as much text. And the recipe changes the model. (The figures and
+# the command are in [the lab book](../lab/BOOK.md#a-real-model).)
 #
 # ## Skipping layers
 #
@@ -242,7 +243,7 @@ assert 0.3 < by_bytes["int4"] < 0.34, "about a third of a pass"
 # **Predict:** alpha will not be quite 1. Which copy gains more: the one that is more often right,
 # or the one that reads less? And which of the drafts of 1, 3 and 8 tokens is best for it?
 
-# %%
+# %% jupyter={"source_hidden": true}
 import time
 
 from support.stats import Counts, Stopwatch
@@ -270,9 +271,10 @@ for kind, gamma in [*drafters][1:]:
 assert max(gains, key=gains.get)[0] == "int4"
 
 # %% [markdown]
-# By the clock a step of the copy costs more than its bytes: attention works with the same keys as
-# before, and each operation is launched as before. A block of tokens also costs more than one
-# token. We measure both, put them into the formula, and compare with the clock of the runs above.
+# By the clock a step of the copy costs more than its share of the bytes, because attention works
+# with the same keys as before, and each operation is launched as before. A block of tokens also
+# costs more than one token. We measure both, put them into the formula, and compare with the clock
+# of the runs above.
 
 # %% jupyter={"source_hidden": true}
 from functools import partial
@@ -415,7 +417,7 @@ assert by_tau[0] == "chat" and by_tau[-2:] == ["translation", "code_edits"]
 # EAGLE-3's, arXiv 2503.01840; the first EAGLE, arXiv 2401.15077, reads the last state alone, as in
 # notebook 9.) It has few weights of its own. But then comes the output head.
 
-# %%
+# %% jupyter={"source_hidden": true}
 from methods import heads
 
 eagle = heads.load(MODEL / "heads" / "eagle", model)
@@ -447,8 +449,8 @@ display(HTML(plots.text_html(seen)))
 assert [t.id for t in seen.rows[0]] == answers[0], "the text of plain decoding"
 
 # %% [markdown]
-# The text is that of plain decoding, token for token. **Look** at the orange tokens: would you have
-# found them hard to guess as well?
+# Plain decoding writes the same text, token for token. **Look** at the orange tokens: would you
+# have guessed them?
 #
 # **Predict:** on which kind will this head be right most often, on which least? (Its short head was
 # chosen from English answers.)
@@ -551,11 +553,12 @@ for block in (1.0, 1.2, 1.6, 2.0):
 assert GAMMA != 2 or [kind for kind, gamma in best.items() if gamma] == ["code_edits"]
 
 # %% [markdown]
-# At twice the cost hardly any: only code edits, by little, and there the formula is optimistic
-# (question 4). Where nothing brings more than 1.00, `best_gamma` returns 0: draft nothing.
-# `generate.py --draft auto` decides this while it writes. It weighs copies, this head and the model
-# in four bits before every draft, and stops where nothing pays ([notebook 11](11_pace.ipynb)).
-# [BENCHMARKS](../lab/BENCHMARKS.md#a-real-model) has what all this brings by the clock.
+# At twice the cost hardly any do. Only code edits gain, by little, and there the formula is
+# optimistic (question 4). Where nothing brings more than 1.00, `best_gamma` returns 0: draft
+# nothing. `generate.py --draft auto` decides this while it writes. It weighs copies, this head and
+# the model in four bits before every draft, and stops where nothing pays ([notebook
+# 11](11_pace.ipynb)). [BENCHMARKS](../lab/BENCHMARKS.md#a-real-model) shows what all this brings by
+# the clock.
 #
 # ## Questions
 #

@@ -1,29 +1,26 @@
 """Golden counts: how many drafts the shipped models accept, as tests/golden.json holds it.
 
-    python tests/test_golden.py    writes it again, after weights have changed, never to make a test pass
+    python -m tests.test_golden    writes it again, after weights have changed, never to make a test pass
 
 A drafter that drafts badly writes the right text, so no test of texts can see it.
 These counts can.
 """
 import functools
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import checkpoint
+from drafter import ModelDraft, NGram
+from layerskip import SelfDraft, without
+from methods import heads
+from methods.then import Then
+from methods.trees import Siblings
+from speculative import rounds
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import checkpoint  # noqa: E402
-from drafter import ModelDraft, NGram  # noqa: E402
-from layerskip import SelfDraft, without  # noqa: E402
-from methods import heads  # noqa: E402
-from methods.then import Then  # noqa: E402
-from methods.trees import Siblings  # noqa: E402
-from speculative import rounds  # noqa: E402
-
 FILE, MODELS = Path(__file__).with_name("golden.json"), ("stories-llama", "stories-gemma2")
 TEXTS = ["Once upon a time", "User: I want to book a table.\nAssistant:", "def main():"]
 LONG = "User: I need a table for two.\nAssistant: Which city should I look in?\n" * 9  # beyond Gemma's window

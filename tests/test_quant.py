@@ -9,7 +9,19 @@ import promises
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import FAMILIES, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, oracle, small, warm
+from tiny import (
+    FAMILIES,
+    PROMPTS,
+    TINY,
+    TINY_GEMMA,
+    Says,
+    Unsure,
+    each_family,
+    make,
+    oracle,
+    small,
+    warm,
+)
 
 import checkpoint
 from control import weight_costs
@@ -17,7 +29,17 @@ from drafter import ModelDraft
 from kvcache import KVCache, prefill
 from layerskip import SelfDraft, without
 from machine import rows
-from machine.quant import KINDS, NF4, Int4, Int8, byte_costs, codebook, quantise, rebuild, unpack_nibbles
+from machine.quant import (
+    KINDS,
+    NF4,
+    Int4,
+    Int8,
+    byte_costs,
+    codebook,
+    quantise,
+    rebuild,
+    unpack_nibbles,
+)
 from methods.standin import ShortHead
 from model import Placement
 from search import Teacher

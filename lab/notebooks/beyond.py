@@ -18,8 +18,8 @@
 # > checked is another model.**
 #
 # The training runs in this notebook take seconds, and only show how each idea works. The answers
-# are those of `python -m lab.bench beyond`, which trains for half an hour; they are quoted at each
-# section's end.
+# come from `python -m lab.bench beyond`, which trains for half an hour. They are quoted at the end
+# of each section.
 #
 # You need notebooks [6](../../notebooks/06_layer_skipping.ipynb) and
 # [9](../../notebooks/09_trained_heads.ipynb). About 35 minutes.
@@ -74,8 +74,8 @@ print(tokenizer.decode(held_out[:60].tolist()))
 # (In a mixture of experts it would also tell early which experts to load. Our models have none, so
 # this part has no counterpart here.)
 #
-# The fast row reads the ordinary keys and values, and writes nothing. So the cache stays that of
-# the target, and what is handed over to the check is the ordinary row, as in any early exit.
+# The fast row reads the ordinary keys and values, and writes nothing. So the cache stays the
+# target's. The ordinary row is handed over to the check, as in any early exit.
 #
 # Kangaroo's adapter (one attention on top of the exit) is its natural rival: we give both the same
 # number of weights.
@@ -134,7 +134,7 @@ Markdown("\n".join(beyond.m2r2_lines(long["m2r2"]))) if long else later
 # ## ProphetNet: to predict more than one token
 #
 # A language model learns to say the next token. ProphetNet trains it in several *streams*. The
-# first is the model as it is. For each of the others a row beside each token starts from an
+# first is the model as it is. For each of the others, an extra row for each token starts from an
 # embedding of its own, and predicts the token after the next, the one after that, and so on. It
 # sees what its token sees, and no other row sees it. It was published as a way to write better
 # texts, not to write faster. But a row that looks ahead is just what drafts in `Transfer` with t =
@@ -291,14 +291,14 @@ assert not SHIPPED or all(found["by_weights"] < 1 for found in long.get("hamburg
 Markdown("\n".join(beyond.burger_lines(long["hamburger"]))) if long else later
 
 # %% [markdown]
-# Nothing: checked, it is slower than plain decoding.
+# Nothing is left of the speed: with the check, it is slower than plain decoding.
 #
 # ## A sparse self-draft: to see less
 #
 # In a long text the cache is larger than the weights, and reading it takes most of a pass. So let
 # the whole model draft, but let its attention read only the first few tokens (*sinks*) and a window
-# of the last ones. It is a mask, and nothing is trained. On paper, for Llama 3.1 8B with a window
-# of 1,024:
+# of the last ones. It is a mask, and nothing is trained. Here is the calculation for Llama 3.1 8B
+# with a window of 1,024:
 
 # %%
 rows = beyond.paper()
@@ -321,9 +321,9 @@ figure
 # This is one text. In a batch each text has a cache of its own, and the weights are read once for
 # all: that is the case that MagicDec was made for.
 #
-# What alpha is depends on the text. On ours (too short for a gain, but long enough for a question)
-# we can measure it: after each token of the second half of a text, how likely is the first drafted
-# token accepted? Large models need the sinks (arXiv 2309.17453); does ours?
+# Alpha depends on the text. On ours (too short for a gain, but long enough for a question) we can
+# measure it: after each token of the second half of a text, how likely is the first drafted token
+# accepted? Large models need the sinks (arXiv 2309.17453); does ours?
 #
 # **Predict:** which costs more: a window of 8 instead of 64, or to lose the sinks, which are 4
 # tokens?
@@ -436,6 +436,6 @@ print("4 sinks and a window of 16 see all of 20 tokens")
 # %% [markdown]
 # Four ideas, one loop. M2R2 and the sparse draft only draft. ProphetNet's streams change the model
 # that they are trained with, and a HAMburger is another model. But whatever drafts, the target
-# checks it. What is checked can be as wild as one likes: that is the freedom of speculative
-# decoding. The figures stand in [BENCHMARKS.md](../BENCHMARKS.md), and everything else begins at
-# the [README](../../README.md).
+# checks it. A draft that is checked can be as wild as you like: that is the freedom of speculative
+# decoding. The figures are in [the lab book](../BOOK.md#beyond), and everything else begins at the
+# [README](../../README.md).
