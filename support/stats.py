@@ -22,7 +22,7 @@ class Counts:
     turns: int = 0      # row by row: passes that wrote something into the row
     tokens: int = 0     # written
     drafted: int = 0    # row by row: passes that tested a draft of the row
-    hits: int = 0       # those that accepted the first token of the draft
+    hits: int = 0       # those of them that accepted the first token of the draft
     proposed: int = 0   # drafted tokens, less those after an accepted end of text
     accepted: int = 0   # those that were accepted
 
@@ -44,7 +44,7 @@ class Counts:
 
     @property
     def alpha(self):
-        """How often the first token of a draft was accepted."""
+        """The share of drafts whose first token was accepted, which estimates alpha."""
         return self.hits / max(1, self.drafted)
 
 
