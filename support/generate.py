@@ -98,10 +98,10 @@ def parser():
         help="the same text to the bit with every draft, at any temperature: a row of logits "
              "depends on its text alone, and random numbers belong to a position and a row of the "
              "batch")
-    add("--quant", choices=KINDS, help="store the matrices of the model's blocks in few bits")
+    add("--quant", choices=KINDS, help="quantise the matrices of the model's blocks")
     add = p.add_argument_group("what is shown").add_argument
     add("--compare", action="store_true",
-        help="time plain decoding, too, and compare the two texts")
+        help="also time plain decoding, and compare the two texts")
     add("--picture", metavar="FILE", help="write the coloured text as an SVG (first prompt)")
     add("--page", metavar="FILE",
         help="write a page that steps through the run in a browser (first prompt)")
@@ -110,8 +110,7 @@ def parser():
 
 
 def parse(argv):
-    """The Options. Raises ValueError, in one line, for flags that are wrong or do not go
-    together."""
+    """The Options. Raises ValueError for flags that are wrong or do not go together."""
     a = parser().parse_args(argv)
     check(a)
     given = dict(vars(a))
@@ -199,7 +198,7 @@ class Writer:
         self.eos = set(model.c.eos)
 
     def rounds(self, drafter, player=None):
-        """What `speculative.rounds` yields. player: the page's, to record coins and
+        """What `speculative.rounds` yields. The page's `player` records coins and
         distributions."""
         s = self.options.sampling
         look = to_probs
@@ -229,8 +228,8 @@ class Writer:
         self.model.rehearse(write)
 
     def watch(self, drafter, player=None):
-        """One run as a show.Generation. A single text is printed while it is written. player: the
-        page's, which receives every round."""
+        """One run as a show.Generation. A single text is printed while it is written. The page's
+        `player` receives every round."""
         seen = show.Generation(self.tokenizer, self.prompts, drafter)
         colour = show.colours(sys.stdout)
         opening = [show.paint([(prompt, None)]) for prompt in seen.prompts]
@@ -324,7 +323,8 @@ def run(options):
 
 
 def main(argv=None):
-    """Exit status: 0; 1: an unexplained difference (--compare); 2: bad input; 130: Ctrl-C."""
+    """Returns the exit status of `cli.main`, or 1 after a difference that --compare cannot
+    explain."""
     def start(argv):
         options = parse(argv)
         with parallel.together(), own.blamed(options.how.draft, options.how.rule):

@@ -95,8 +95,8 @@ class Player:
             "coin": short(coin)}
 
     def place(self, r, k, q, raw_q, *tested):
-        """A place with its bars. Bars of a token: p, q, where its part ends if the residual is laid
-        out from 0 to 1, and, where p and q are one-hot, what they were before."""
+        """A place with its bars. A token's bars are p, q, and where its part ends if the residual
+        is laid out from 0 to 1. If p and q are one-hot, what they were before is added."""
         p = r.p[0, k]
         rest = (p - q).clamp(min=0)
         ends = (rest if rest.sum() > 0 else p).double().cumsum(0)

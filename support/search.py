@@ -106,7 +106,7 @@ def run(argv):
                          "not all")
     costs = read_costs(a.costs, c) if a.costs else weight_costs(c)
     probs, short = partial(to_probs, temperature=a.temperature, top_p=a.top_p), None
-    if a.draft_vocab:  # count each document's end of text, too: drafts should know it
+    if a.draft_vocab:  # also count each document's end of text, which drafts should know
         texts = [checkpoint.encode(tokenizer, text) + list(c.eos[:1]) for text in documents]
         vocab = most_frequent(texts, a.draft_vocab)
         short = ShortHead(model, vocab["ids"])

@@ -11,7 +11,7 @@ from files import write_file
 from support.stats import Counts
 
 # Where a token came from: a hue that colour-blind readers can tell apart (Okabe & Ito 2008), the
-# codes for a terminal (underline, bold or dim, too, not only a hue), the line below it elsewhere,
+# codes for a terminal (also underline, bold or dim, not only a hue), the line below it elsewhere,
 # the name in the legend.
 STYLES = {
     "accepted": ("#0072b2", "38;5;32", "solid", "accepted draft"),
@@ -59,7 +59,7 @@ def paint(pieces, colour=True):
 
 
 def legend(colour=True):
-    """One line for the terminal. It is empty without colours, which leave nothing to explain."""
+    """The legend as one line, or "" if colours are off."""
     if not colour:
         return ""
     return "  ".join(paint([(name, origin)]) for origin, (*_, name) in STYLES.items())
@@ -113,8 +113,8 @@ class Token:
 class Generation:
     """A run as text, with `prompts` (texts), `rows` (the `Token`s after each of them) and `counts`.
 
-    prompts: lists of ids, as for `rounds`. timed: the run's `Timed` drafter, which knows where the
-    time went.
+    `prompts` are given as lists of ids, as for `rounds`. `timed` is the run's `Timed` drafter,
+    which knows where the time went.
     """
 
     def __init__(self, tokenizer, prompts, timed=None):

@@ -124,10 +124,11 @@ def measure(start, drafter, rows):
 
 
 def compare(start, makers, rows, repeats):
-    """{name: its Run with the median rate}: a warm-up of each, then A B A B.
+    """{name: its Run with the median rate}, after a warm-up of each, from runs in turn, A B A B.
 
-    makers: {name: () -> a drafter, or None for plain decoding}. trap: every run needs a new
-    drafter, because a rule that has learnt from a text knows it the second time.
+    `makers` maps a name to a function that makes a drafter, or None for plain decoding. trap:
+    every run needs a new drafter, because a rule that has learnt from a text knows it the second
+    time.
     """
     runs = {name: [] for name in makers}
     for _ in range(repeats + 1):
@@ -153,7 +154,7 @@ def parting(model, prompt, ours, plain, dtype=None):
     explains. A block of tokens is rounded differently from a single one. Each sub-layer rounds its
     result to the model's dtype and its sums of `dim` products to float32 or wider, and independent
     errors add up like the root of their number. Two logits in two runs have four errors, which
-    gives the factor 2. dtype: in which the texts were written, by default the model's."""
+    gives the factor 2. The texts were written in `dtype`, by default the model's."""
     both = enumerate(zip(ours, plain, strict=False))
     place = next((i for i, (x, y) in both if x != y), min(len(ours), len(plain)))
     ids = [*ours[place : place + 1], *plain[place : place + 1]]  # only one if the other has ended
