@@ -67,7 +67,7 @@ class Target(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """What a run asks of a source: a kind of draft, which is a key of SOURCES, and its length."""
+    """What a run asks of a source. `kind` is a key of SOURCES, and gamma is the longest draft."""
     how: How
     target: Target
     kind: str

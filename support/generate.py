@@ -151,7 +151,7 @@ def check(a):
 
 
 def texts_of(options):
-    """The texts to continue, each under what a message calls it: one, or the batch of
+    """The texts to continue, each under what a message calls it. There is one, or the batch of
     --prompt-file."""
     file = options.prompt_file
     if file is not None:

@@ -1,4 +1,4 @@
-"""What the parts of a pass cost on this machine: a stopwatch, and tables of costs in files.
+"""What the parts of a pass cost on this machine, as measured or as tables in files say.
 
 A table of costs decides how a text is drafted, never what it says. No two measurements are the
 same, and a run repeats round by round only with the same table. So a table is measured once per
@@ -31,8 +31,8 @@ PASSES = 30         # one repeat of a measurement takes about as long as this ma
 
 @torch.inference_mode()
 def interleave(actions, repeats):
-    """{name: median seconds} of actions that run in turn, A B A B, after one warm-up of each: a
-    machine that slows down slows all of them."""
+    """The median seconds of each action by name. The actions run in turn, A B A B, after one
+    warm-up of each, so that a machine that slows down slows all of them."""
     seconds = {name: [] for name in actions}
     for repeat in range(repeats + 1):
         for name, action in actions.items():

@@ -1,8 +1,8 @@
-"""The reader's own drafter or rule: `--draft FILE.py:NAME`, `--rule FILE.py:NAME`.
+"""The reader's own drafter (`--draft FILE.py:NAME`) or rule (`--rule FILE.py:NAME`).
 
 Whatever goes wrong in that file becomes one line that names its line, as for all other bad input.
-That includes what the file returns, and what it may not change: of the `State`, a drafter writes to
-nothing but the cache's slots after the text.
+That includes wrong values that it returns and changes that it may not make. Of the `State`, a
+drafter writes to nothing but the cache's slots after the text.
 """
 import importlib.util
 import inspect
@@ -21,7 +21,7 @@ WATCHED = 8     # rounds in which the cache is compared: all of it is read twice
 
 
 def names_a_file(text):
-    """Whether --draft or --rule names an object of a file: FILE.py:NAME."""
+    """Whether --draft or --rule names an object of a file, as FILE.py:NAME does."""
     return str(text).rpartition(":")[0].endswith(".py")
 
 
@@ -135,7 +135,7 @@ class Called:
 
 
 class Checked(Called, Wrapper):
-    """Around a reader's drafter: it says in one line what is wrong with a draft, where the loop
+    """Around a reader's drafter. It says in one line what is wrong with a draft, where the loop
     would fail later, far from the cause. It cannot see whether q is what the tokens were drawn
     from."""
 
@@ -259,7 +259,7 @@ def in_words(value):
 
 
 class CheckedRule(Called, Rule):
-    """Around a reader's rule: it says in one line what is wrong with what the rule returns."""
+    """Around a reader's rule. It says in one line what is wrong with what the rule returns."""
 
     def __init__(self, text, rule):
         self.text = text

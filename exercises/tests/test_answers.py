@@ -206,7 +206,6 @@ def test_long_drafts_of_a_large_vocabulary(verifier, length):
                        otherwise=LATER)
 
 
-
 def test_a_climb_that_takes_back_what_it_did():
     """A way of seven flips through sets of four bits, of which each is next to no other of the way."""
     way, worth = [wide([0, 0, 0, 0])], {(0, 0, 0, 0): 1.0}

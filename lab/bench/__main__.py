@@ -100,7 +100,7 @@ FLAGS = {
     "prompts": dict(nargs="+", metavar="KIND", choices=(*SETS, *KINDS),
                     help=f"only these of {', '.join(SETS)}; block: {', '.join(KINDS)}"),
     "only": dict(nargs="+", metavar="WORD", help="only ways to draft with one of these words in their names, "
-                 "and plain decoding; llama.cpp (real) only if named"),
+                 "and plain decoding; real: transformers and llama.cpp only if named"),
     "heads": dict(metavar="DIR", help="heads, real: trained heads (MODEL/heads); block: one"),
     "dither": dict(action="store_true", help="first add noise to the target's weights, uniform and as wide "
                    "as a step of int4: weights that came in 4 bits lie on a grid, which flatters int4, and "
@@ -112,7 +112,9 @@ OTHERWISE = {   # flags that mean something else to one command
     "exact": {"prompts": dict(nargs=None, choices=None, type=at_least(1), metavar="N", default=None,
                               help="of N prompts, how many drafted texts equal plain decoding's")},
     "real": {
-        "new": dict(default=48), "quick": dict(default=1), "draft-model": dict(default=None),
+        "new": dict(default=48, help="tokens to write (default: 48)"), "quick": dict(
+            default=1, help="how many prompts of each kind (default: 1)"),
+        "draft-model": dict(default=None),
         "prompts": dict(choices=None, help=f"only these of {', '.join(KINDS)}; or a file of prompts, one per "
                         'line, in .jsonl {"prompt": ...}')}}
 
