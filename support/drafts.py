@@ -24,7 +24,7 @@ from methods.standin import Padded, ShortHead, read_vocab
 from methods.suffix import Suffix
 from methods.trees import ancestors, best_tree
 from support import cli, own
-from support.measure import kept_costs, measure_step
+from support.measure import kept_costs, measure_arms, measure_step, priced
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = 64e6     # bytes of a model's blocks from which on its costs are measured
@@ -194,7 +194,8 @@ def auto(ask):
         found = trained_beside(a.model, model)
     # trap: measured costs differ between machines and processes, and so would the uniforms a draft
     # spends
-    measured = alone and (a.fast or a.temperature == 0) and size(model.blocks) >= MEASURED
+    large = size(model.blocks) >= MEASURED or model.tok.is_cuda     # a GPU waits for more than bytes
+    measured = alone and (a.fast or a.temperature == 0) and large
     costs = kept_costs(model) if measured else byte_costs(model)
     said = "as measured here" if measured else "by weights"
 
@@ -212,9 +213,16 @@ def auto(ask):
             c = byte_costs(other).whole / byte_costs(model).whole
         small = other, c
 
+    def arms():
+        return candidates(model, costs, skip, vocab, found, rough, small)
+
+    table = {}
+    if measured and model.tok.is_cuda:      # there a step is not the sum of its parts
+        table = measure_arms(model, arms(), costs)
+
     def make():
-        arms = candidates(model, costs, skip, vocab, found, rough, small)
-        return Pace(model, arms, costs, most=ask.gamma)
+        known = [priced(arm, table[arm.name]) if table else arm for arm in arms()]
+        return Pace(model, known, costs, most=ask.gamma)
 
     return Plan("auto", make, ask.gamma, f"draft: auto, with costs {said}")
 
