@@ -40,7 +40,7 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
     if c.tied and HEAD in files:    # as in transformers 5, the weights decide whether it is tied
         head = files.pop(HEAD)
         embed = files.setdefault(EMBED, head)
-        if head.get_dtype() != embed.get_dtype() or not torch.equal(head[...], embed[...]):
+        if head.dtype != embed.dtype or not torch.equal(head[...], embed[...]):
             c = replace(c, tied=False)
             files[HEAD] = head
     if c.n_layers > len(files):
@@ -51,7 +51,7 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
     check_tensors(files, model)
     if part:
         model = part.of(model)
-    model = model.eval().to(dtype or DTYPES[files[EMBED].get_dtype()])
+    model = model.eval().to(dtype or DTYPES[files[EMBED].dtype])
     model.scale = torch.full((), c.embed_scale, dtype=model.tok.dtype, device=device)
     for module, key, names in layout(model):
         filled = torch.empty_like(getattr(module, key), device=device)
@@ -177,8 +177,8 @@ def check_tensors(files, model):
     for name in sorted(want.keys() | have.keys()):
         if name not in have:
             raise ValueError(f"tensor {name} is missing: is one of the files missing, too?")
-        dtype = have[name].get_dtype()
-        shape = tuple(have[name].get_shape())
+        dtype = have[name].dtype
+        shape = have[name].shape
         if dtype not in DTYPES:
             raise ValueError(f"tensor {name} is stored as {dtype}, and known are "
                              f"{', '.join(DTYPES)}: take the checkpoint that was not quantised")

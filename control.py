@@ -6,10 +6,12 @@ token of a draft is accepted, and c is the cost of a drafted step relative to a 
 A rule says how far to draft; no rule can change the distribution of the text. Confidences come from
 the raw softmax, so that they have a meaning at temperature 0, too.
 """
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
 from drafter import Rule
+from model import Config
 from sampling import raw_probs
 
 MOST = 16  # the longest draft that is considered; a rule with a published limit may draft more
@@ -26,8 +28,9 @@ def expected_tokens(alpha, gamma):
 
 
 def expected_tokens_along(series, gamma):
-    """The same along texts whose acceptance rates are known: series[j][i] is the probability
-    that a token drafted after position i of text j is accepted. series: a list of tensors (T,).
+    """Tokens per target pass along texts whose acceptance rates are known. `series` is a list of
+    tensors (T,), and series[j][i] is the probability that a token drafted after position i of text
+    j is accepted.
 
     Rounds follow one another along a text. The formula at the mean would be too high or too low,
     because accepted tokens come in groups, and a round starts after the token that ended the one
@@ -56,49 +59,22 @@ def expected_tokens_along(series, gamma):
     return tokens / rounds
 
 
-def round_cost(gamma, cost, verify_cost=1.0):
-    """The cost of a round, in target passes over one token. cost: that of a drafted step, the
-    paper's c. verify_cost: that of the pass over gamma + 1 tokens; in the paper it is 1."""
+def round_cost(gamma: int, cost: float, verify_cost: float = 1.0) -> float:
+    """The cost of a round, in target passes over one token. `cost` is the cost of a drafted step,
+    which is the paper's c. `verify_cost` is the cost of the pass over gamma + 1 tokens, which is 1
+    in the paper."""
     return gamma * cost + verify_cost
 
 
-def expected_speedup(alpha, gamma, cost, verify_cost=1.0):
+def expected_speedup(alpha: float, gamma: int, cost: float, verify_cost: float = 1.0) -> float:
     """The speed relative to plain decoding (Leviathan et al. 2023, Theorem 3.8)."""
     return expected_tokens(alpha, gamma) / round_cost(gamma, cost, verify_cost)
 
 
-def nested_cost(alpha, gamma, cost, most, pass_cost=lambda T: 1.0):
-    """What a draft of `most` tokens costs if it is itself drafted for (`methods.within`): the model
-    that writes it verifies up to gamma tokens at a time of an inner drafter, with acceptance rate
-    alpha and `cost` for each token. pass_cost(T): that model's pass over T tokens. The unit is that
-    of the two costs.
-
-    Divided by `most` it is the c of the formulas, and the rest stays: the outer draft has the law
-    of that model, whoever drafted for it. It is a sum over how the first round may end, since the
-    tokens that are left are again a draft. No round drafts what would go beyond `most`.
-
-    With int4 at 0.4 passes a token, and lookup for it that costs nothing and is right half of the
-    time, one token at a time: the first of two tokens takes a pass over two, and half of the time
-    the second takes one more.
-
-    >>> round(nested_cost(0.5, 1, 0.0, 2, lambda T: 0.4), 2)    # 0.4 + 0.5 * 0.4, not 2 * 0.4
-    0.6
-    >>> round(expected_speedup(0.9, 2, 0.6 / 2), 2)             # where int4 alone brings 1.51
-    1.69
-    """
-    costs = [0.0]   # of drafts of 0, 1, 2, ... tokens
-    for left in range(1, most + 1):
-        K = min(gamma, left - 1)    # leave room for the token after them
-        ends = [alpha ** k * (1 - alpha) for k in range(K)] + [alpha ** K]     # k are accepted
-        rest = sum(chance * costs[left - 1 - k] for k, chance in enumerate(ends))
-        costs.append(K * cost + pass_cost(K + 1) + rest)
-    return costs[most]
-
-
 def best_gamma(alpha, cost, most=MOST, least=0, pass_cost=lambda T: 1.0):
     """The gamma >= `least` with the highest expected speed-up. With least = 0 it is 0
-    (do not draft) if no speed-up exceeds 1. pass_cost(T): the cost of a pass over T tokens relative
-    to one token.
+    (do not draft) if no speed-up exceeds 1. pass_cost(T) is the cost of a pass over T tokens
+    relative to one token.
 
     >>> best_gamma(0.8, 0.2), best_gamma(0.8, 0.05), best_gamma(0.3, 0.4)
     (4, 8, 0)
@@ -110,8 +86,9 @@ def best_gamma(alpha, cost, most=MOST, least=0, pass_cost=lambda T: 1.0):
 
 
 def best_along(series, cost, most=MOST, least=0, pass_cost=lambda T: 1.0):
-    """(gamma, speed-up): the same along texts whose acceptance rates are known. No gamma beyond the
-    longest text is tried. series: see `expected_tokens_along`; the rest: see `best_gamma`."""
+    """The best gamma and its speed-up along texts whose acceptance rates are known. No gamma beyond
+    the longest text is tried. The arguments are those of `expected_tokens_along` and
+    `best_gamma`."""
     def speed(gamma):
         return expected_tokens_along(series, gamma) / round_cost(gamma, cost, pass_cost(gamma + 1))
 
@@ -136,7 +113,7 @@ class Costs:
     def whole(self):
         return sum(self.sublayers) + self.head + self.call
 
-    def pricing(self, sublayers, share=1.0):
+    def pricing(self, sublayers: Iterable[int], share: float = 1.0) -> Callable[[int], float]:
         """n -> the cost of these sub-layers and a share of the head, for a token after n others.
 
         >>> price = Costs((2.0, 3.0), 1.0, slot=0.5).pricing([0, 1])
@@ -155,13 +132,13 @@ class Costs:
 
         return price
 
-    def step(self, sublayers, share=1.0):
-        """The c of the formulas: the cost of a drafted step relative to a target pass, in a text of
-        `context` tokens. Both include `call` and the head; a draft vocabulary makes the draft's
-        head smaller (`share`)."""
+    def step(self, sublayers: Iterable[int], share: float = 1.0) -> float:
+        """The c of the formulas, which is the cost of a drafted step relative to a target pass, in
+        a text of `context` tokens. Both include `call` and the head; a draft vocabulary makes the
+        draft's head smaller (`share`)."""
         return self.pricing(sublayers, share)(self.context) / self.whole
 
-    def pass_cost(self, T, rows=1):
+    def pass_cost(self, T: int, rows: int = 1) -> float:
         """The cost of a pass over T tokens of each row, relative to one token of each. It is linear
         between the measured widths and beyond the last one. Counted in weights it is 1 for every T,
         because a pass reads them once.
@@ -181,7 +158,7 @@ class Costs:
         return cost + max(0.0, slope) * (T - widest)    # trap: measured costs can fall, too
 
 
-def weight_costs(c):
+def weight_costs(c: Config) -> Costs:
     """Costs counted in weights, keys and values, since reading them takes most of the time of a
     pass."""
     attn = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
@@ -191,10 +168,10 @@ def weight_costs(c):
 
 
 class Confidence(Rule):
-    """Stop after a token whose probability in the draft is below `threshold` (transformers'
-    assistant_confidence_threshold: 0.4; Kangaroo, arXiv 2404.18911: 0.6)."""
+    """Stop after a token whose probability in the draft is below `threshold`. It is 0.4 in
+    transformers (assistant_confidence_threshold) and 0.6 in Kangaroo (arXiv 2404.18911)."""
 
-    def __init__(self, threshold, gamma=MOST):
+    def __init__(self, threshold: float, gamma: int = MOST):
         super().__init__(gamma)
         self.threshold = threshold
 
@@ -204,9 +181,9 @@ class Confidence(Rule):
 
 @dataclass
 class Beta:
-    """An acceptance rate estimated from counts that fade: the mean of a Beta distribution. `prior`,
-    the estimate before any count, weighs as much as two tests (at 0.5: Laplace's rule of
-    succession)."""
+    """An acceptance rate estimated from counts that fade, as the mean of a Beta distribution. The
+    estimate before any count, `prior`, weighs as much as two tests. At 0.5 this is Laplace's rule
+    of succession."""
     hits: float = 0.0
     misses: float = 0.0
     prior: float = 0.5
@@ -215,7 +192,7 @@ class Beta:
         return (self.hits + 2 * self.prior) / (self.hits + self.misses + 2)
 
     def high(self):
-        """An optimistic estimate: one standard deviation above the mean, at most 1."""
+        """An optimistic estimate, one standard deviation above the mean and at most 1."""
         mean = self.mean()
         return min(1.0, mean + (mean * (1 - mean) / (self.hits + self.misses + 3)) ** 0.5)
 

@@ -5,8 +5,7 @@ with the very q that they were drawn from, and the loop does the rest.
 """
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +28,7 @@ class Reuse:
 
 @dataclass
 class Draft:
-    """What a drafter proposes, a chain of tokens for each row. (A tree is a `methods.trees.Tree`.)"""
+    """What a drafter proposes, a chain of tokens for each row. (For trees see `methods.trees`.)"""
     tokens: torch.Tensor                # (B, K)
     q: torch.Tensor | None = None       # (B, K, V) the very tensors that tokens were drawn from;
     #                                     None: tokens were copied, so q is one-hot
@@ -50,7 +49,7 @@ class Draft:
         return replace(self, tokens=self.tokens[:, :K], q=q, length=length, reuse=reuse)
 
     def fit(self, state) -> Draft:
-        """The draft as it is verified. Its `length` leaves room in each row for the token after it."""
+        """The draft as it is verified. `length` leaves room in each row for the token after it."""
         draft = self.cut(max(state.room))
         K = draft.tokens.shape[1]
         length = state.send([min(K, room) for room in state.room])
@@ -63,8 +62,8 @@ class Draft:
         return state.span(0, self.tokens.shape[1] + 1)
 
     def judge(self, state, r, verify):
-        """Verify the draft by the pass in a Round r. Returns the Round, how many tokens are accepted
-        (B,), and the token after them (B,). A tree turns its Round into the Round of a chain."""
+        """Verify the draft by the pass in a Round r. Returns the Round, how many tokens are
+        accepted (B,), and the token after them (B,). A tree returns the Round of a chain."""
         return r, *verify(r.p, self.q, self.tokens, state.coins, self.length)
 
 
@@ -115,19 +114,6 @@ class Drafter:
         """Called after a Round r, to learn from it."""
         self.rule.learn(state, r)
 
-    def ahead(self, state, r):
-        """The drafter that goes on after a Round r that may yet be taken back (see
-        `methods.within`): the same, as long as it drafts from the known tokens alone."""
-        return self
-
-
-def observed(drafter, state, r):
-    """A copy of the drafter that has observed r, to be dropped if r is taken back. What the two
-    share are tensors addressed by slots: no slot of r is read before it is written again."""
-    copied = copy.copy(drafter)
-    copied.observe(state, r)
-    return copied
-
 
 class Wrapper(Drafter):
     """A drafter around others, which forwards each call to all and takes the draft of the first."""
@@ -156,8 +142,8 @@ def wanted(state, rule: Rule) -> list[int]:
     return [min(gamma, room) for gamma, room in zip(gammas, state.room, strict=True)]
 
 
-def chain(state, step: Callable, rule: Rule) -> Draft:
-    """Draw a chain of tokens one by one, as every drafter with a model does.
+def chain(state, step, rule):
+    """Draw a chain of tokens one by one, as every drafter with a model does. Returns a Draft.
 
     step(token (B, 1), k) reads `token`, which stands k tokens after the last known one, and returns
     the raw logits (B, 1, V) of the token after it. After each draw, a rule's stop(k, logits (B, V),
@@ -248,9 +234,9 @@ class ModelDraft(Drafter):
     Otherwise one is. Reading a token again only rewrites the same keys and values, so both cases
     share this code.
     """
-    ahead = observed
 
-    def __init__(self, model: Transformer, rule: Rule | int, sublayers: Sequence[int] | None = None):
+    def __init__(self, model: Transformer, rule: Rule | int,
+                 sublayers: Sequence[int] | None = None):
         super().__init__(rule)
         self.model = model
         self.sublayers = sublayers

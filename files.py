@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -162,9 +163,22 @@ def read_tokenizer(folder):
     return tokenizer
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a safetensors file; indexing reads it. For that the file is opened again, because
+    all that was read of an open file stays in memory."""
+    path: str
+    name: str
+    dtype: str
+    shape: tuple
+
+    def __getitem__(self, index):
+        return safe_open(self.path, framework="pt").get_slice(self.name)[index]
+
+
 def find_weights(folder):
-    """{tensor name: safetensors' lazy slice of it}, from the single file of a Hugging Face folder
-    or from all files that its index names."""
+    """{tensor name: its Stored}, from the single file of a Hugging Face folder or from all files
+    that its index names."""
     single = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
     paths = [single]
@@ -182,5 +196,7 @@ def find_weights(folder):
     reader = partial(safe_open, framework="pt")
     for path in paths:
         file = open_with(reader, path, "truncated or damaged safetensors file")
-        found |= {name: file.get_slice(name) for name in file.keys()}
+        for name in file.keys():
+            part = file.get_slice(name)
+            found[name] = Stored(str(path), name, part.get_dtype(), tuple(part.get_shape()))
     return found

@@ -1,5 +1,5 @@
-"""A KV cache that stores no length, because slot = position in a text. A block of tokens sees itself
-and the slots before its own first slot.
+"""A KV cache that stores no length, because slot = position in a text. A block of tokens sees
+itself and the slots before its own first slot.
 
 The one thing to remember: rolling back is starting the next block earlier.
 
@@ -30,9 +30,8 @@ class KVCache:
         self.layers = list(zip(k, v, strict=True))      # views: a write indexes once
 
     def write(self, layer, k, v, at, start=0):
-        """Store k, v (B, Hkv, T, D) in the slots of their tokens, `at` a Placement, and return the
-        keys and values that these tokens may read, from the slots start .. at.end-1, (B, Hkv, S, D).
-        """
+        """Store k, v (B, Hkv, T, D) in the slots of their tokens, `at` a Placement, and return what
+        these tokens may read, which is the slots start .. at.end-1, (B, Hkv, S, D)."""
         keys, values = self.layers[layer]
         T = k.shape[2]
         if at.same:

@@ -1,4 +1,4 @@
-"""Self-speculative decoding on one page, for one text, one position at a time. Nothing is clever.
+"""Self-speculative decoding on one page, for one text and one position at a time.
 
 The one thing to remember: the first blocks of the model draft, and the whole model checks every
 drafted token. So the text is exactly what the whole model alone would have written; when sampling,

@@ -56,7 +56,7 @@ class Config:
 
 
 def softcap(x, cap):
-    """cap * tanh(x / cap) keeps x within (-cap, cap) (Gemma 2, section 2). Without a cap it is x."""
+    """cap * tanh(x / cap) keeps x within (-cap, cap) (Gemma 2, section 2). With no cap it is x."""
     return x if cap is None else torch.tanh(x / cap) * cap
 
 
@@ -113,7 +113,7 @@ def visible(positions, slots, end, tree=None, window=None):
     slot = torch.arange(end, device=slots.device)
     if tree is None:
         tree = torch.ones(T, T, dtype=torch.bool, device=slots.device).tril()
-    mask = slot < torch.minimum(slots[:, :1], positions)[..., None]         # (B, T, end) before it
+    mask = slot < torch.minimum(slots[:, :1], positions)[..., None]         # before the block
     mask = mask.scatter(2, slots[:, None].expand(B, T, T), tree.expand(B, T, T))    # within it
     if window is not None:
         key = slot.expand(B, end).scatter(1, slots, positions)      # (B, end) position of each slot
@@ -175,9 +175,9 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention, explicit because soft-caps and trees need the scores.
 
-    For each KV head, wqkv stacks its G query heads, its key and its value, so that one matrix product
-    makes all of them. The G queries that share a key become G times as many score rows, so that no
-    key is copied.
+    For each KV head, wqkv stacks its G query heads, its key and its value, so that one matrix
+    product makes all of them. The G queries that share a key become G times as many score rows, so
+    that no key is copied.
     """
 
     def __init__(self, c):
@@ -278,16 +278,16 @@ class Transformer(nn.Module):
         return F.embedding(tokens, self.tok) * self.scale
 
     def attention_dtype(self):
-        """The dtype of attention and of the cache. On the CPU half precision becomes float32, because
-        a product of two half-precision matrices has no fast path there, and the rotation casts at no
-        extra cost."""
+        """The dtype of attention and of the cache. On the CPU half precision becomes float32,
+        because a product of two half-precision matrices has no fast path there, and the rotation
+        casts at no extra cost."""
         w = self.tok
         return w.dtype if w.is_cuda else torch.promote_types(w.dtype, torch.float32)
 
     def angles(self, end):
         """The tables (N, D) of cos and sin for N positions, of which there are at least `end`. They
-        have attention's dtype and the weights' device, and double when `end` outgrows them, so that a
-        short prompt does not pay for a long context."""
+        have attention's dtype and the weights' device, and double when `end` outgrows them, so that
+        a short prompt does not pay for a long context."""
         c = self.c
         t = self.table
         dtype = self.attention_dtype()

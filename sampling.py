@@ -132,8 +132,8 @@ class Coins:
 
     def settle(self, p, position, offset=0):
         """Turn p (B, T, V) into what tokens are drawn from. Plain coins return it unchanged, and a
-        `Race` returns the one-hot of each winner. Each row of p describes the token after the one at
-        position + offset (B or 1, T)."""
+        `Race` returns the one-hot of each winner. Each row of p describes the token after the one
+        at position + offset (B or 1, T)."""
         return p
 
     def choose(self, weights):
@@ -160,14 +160,14 @@ def row_seeds(seed, rows):
 
 
 class Race(Coins):
-    """Coins that belong to positions. A token depends on the seed, its position and p, and on nothing
-    else.
+    """Coins that belong to positions. A token depends on the seed, its position and p, and on
+    nothing else.
 
     The tokens of the vocabulary race for a position. Token v arrives after e_v / p_v, where e_v is
     drawn from the exponential distribution Exp(1) by (seed, position, v). The first to arrive is
-    written, which is v with probability p_v. A draft runs the same race with its q. So p and q become
-    the one-hots of their winners, a drafted token is accepted if both name the same, and no drafter
-    can change a token. They agree with probability
+    written, which is v with probability p_v. A draft runs the same race with its q. So p and q
+    become the one-hots of their winners, a drafted token is accepted if both name the same, and no
+    drafter can change a token. They agree with probability
 
         sum over v of 1 / sum over w of max(p_w / p_v, q_w / q_v)
 

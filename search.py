@@ -10,34 +10,38 @@ import itertools
 import math
 import sys
 from collections import namedtuple
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 import checkpoint
-from control import best_along
+from control import Costs, best_along
 from kvcache import KVCache
 from layerskip import check_sublayers, shared_prefix
-from model import Placement
+from model import Placement, Transformer
 from sampling import to_probs
 
 # on the diagonal, relative to the signal, so that rounding makes no matrix indefinite
 JITTER = 1e-10
 FIRST = 10      # random trials at the start
 REFIT = 5       # trials between two fits of the process
+DRAWS = 1000    # random sets that may be drawn for one trial
+STARTS = 8, 16  # of a local search: this many of the best known sets, and of random ones
 
 
 class Teacher:
-    """One pass of the target over a text, kept so that any number of drafts can be scored against
-    it without decoding: how likely is the *first* drafted token after each position to be accepted?
-    All positions draft in one pass, each in its own spare slot. For a text of T = 4:
+    """One pass of the target over a text. It is kept, so that any number of drafts can be scored
+    against it without decoding. The question is how likely the *first* drafted token after each
+    position is to be accepted. All positions draft in one pass, each in its own spare slot. For a
+    text of T = 4:
 
         slot      0 1 2 3 | 4 5 6 7
         query 2   x x . . | . . x .     the target's keys before position 2, and the draft's at it
     """
 
     @torch.inference_mode()
-    def __init__(self, model, ids, probs=to_probs):
+    def __init__(self, model: Transformer, ids: Sequence[int], probs: Callable = to_probs):
         c = model.c
         T = len(ids)
         if not 0 < T <= c.max_len:
@@ -54,9 +58,9 @@ class Teacher:
         self.p = probs(model.unembed(self.states[-1]))      # (1, T, V)
 
     @torch.inference_mode()
-    def draft(self, sublayers, drafting=None):
-        """q (1, T, V), from which the token after each position is drafted. drafting: a
-        `ShortHead`."""
+    def q(self, sublayers: Sequence[int], short=None) -> torch.Tensor:
+        """The distributions (1, T, V) that the token after each position is drafted from. `short`
+        is a `ShortHead`, if the draft has one."""
         subs = check_sublayers(sublayers, self.model.c.n_layers)
         shared = shared_prefix(subs)
         T = self.p.shape[1]
@@ -65,28 +69,28 @@ class Teacher:
         own = torch.eye(T, dtype=torch.bool, device=self.p.device)[None]
         at = Placement(here, spare, 0, 2 * T, own)
         x = self.model.run(self.states[shared], at, self.cache, subs[shared:])
-        return self.probs((drafting or self.model).unembed(x))
+        return self.probs((short or self.model).unembed(x))
 
-    def acceptance(self, sublayers, drafting=None):
+    def acceptance(self, sublayers: Sequence[int], short=None) -> torch.Tensor:
         """The acceptance rate of a first token after each position. (T,) float64, on the CPU"""
-        return self.overlap(self.draft(sublayers, drafting))
+        return self.overlap(self.q(sublayers, short))
 
     def overlap(self, q):
-        """The same for tokens drawn from any q (1, T, V): the sum of q min(1, p / q), which equals
-        the sum of min(p, q) (Leviathan et al. 2023, Corollary 3.6)."""
+        """The acceptance rate of tokens that are drawn from any q (1, T, V). It is the sum of
+        q min(1, p / q), which equals the sum of min(p, q) (Leviathan et al. 2023, Corollary 3.6)."""
         both = torch.minimum(self.p, q).double().sum(-1)[0].cpu()
-        # trap: a float32 sum of probabilities can exceed 1. NaN: an overflow, which `verify`
+        # trap: a float32 sum of probabilities can exceed 1. NaN means an overflow, which `verify`
         # rejects
         return both.clamp(max=1).nan_to_num(0.0)
 
 
 class Calibration:
-    """The text that skip sets are scored on: the first `tokens` tokens of its documents, one
-    Teacher each. drafting: a ShortHead that replaces the model while it drafts."""
+    """The text that skip sets are scored on, which is the first `tokens` tokens of its documents.
+    Each has a Teacher. `short` is a ShortHead that replaces the model while it drafts."""
 
-    def __init__(self, model, tokenizer, documents, tokens, probs=to_probs, drafting=None):
-        self.drafting = drafting
-        self.share = drafting.share if drafting else 1.0
+    def __init__(self, model, tokenizer, documents, tokens, probs=to_probs, short=None):
+        self.short = short
+        self.share = short.share if short else 1.0
         self.ids = []
         for text in documents:
             ids = checkpoint.encode(tokenizer, text, model.c.bos)
@@ -97,34 +101,35 @@ class Calibration:
         self.teachers = [Teacher(model, ids, probs) for ids in self.ids]
 
 
-# value: what the search maximises; cost: the c of the formulas; gamma: the best one
-Trial = namedtuple("Trial", "value alpha cost gamma speedup")
+# speedup is what the search maximises, cost is the c of the formulas, and gamma is the best one
+Trial = namedtuple("Trial", "speedup alpha cost gamma")
 
 
-def speedup(calibration, costs, sublayers):
+def speedup(calibration: Calibration, costs: Costs, sublayers: Sequence[int]) -> Trial:
     """The expected speed-up with the best gamma (Leviathan et al. 2023, Theorem 3.8, on acceptances
     along a text). Gamma is at least 1, so that values below 1 still tell a bad set from a worse
     one."""
-    series = [t.acceptance(sublayers, calibration.drafting) for t in calibration.teachers]
+    series = [t.acceptance(sublayers, calibration.short) for t in calibration.teachers]
     cost = costs.step(sublayers, calibration.share)
     gamma, gain = best_along(series, cost, least=1, pass_cost=costs.pass_cost)
-    return Trial(gain, float(torch.cat(series).mean()), cost, gamma, gain)
+    return Trial(gain, float(torch.cat(series).mean()), cost, gamma)
 
 
 def distances(a, b, groups):
-    """How many bits differ per group: a (N, n), b (M, n) -> (G, N, M). groups: see
+    """How many bits differ per group. a (N, n), b (M, n) -> (G, N, M). For `groups` see
     `GaussianProcess`."""
     kinds = torch.nn.functional.one_hot(groups).T.to(a.dtype)[:, None]          # (G, 1, n)
     return torch.cdist(a * kinds, b * kinds, p=1)
 
 
 def kernel(d, theta):
-    """The covariance of two sets: exp(theta_s - sum over g of e^theta_g d_g). d (G, N, M) ->
+    """The covariance of two sets, exp(theta_s - sum over g of e^theta_g d_g). d (G, N, M) ->
     (N, M).
 
-    theta (G + 2,) holds logarithms: of the weight of each group, of the signal's variance
-    (theta_s), and of the noise's variance. Each bit that differs contributes a factor e^-weight, so
-    the matrix over all sets is a Kronecker product of positive definite 2 x 2 matrices.
+    theta (G + 2,) holds logarithms. First come those of the weight of each group, then those of the
+    signal's variance (theta_s) and of the noise's variance. Each bit that differs contributes a
+    factor e^-weight, so the matrix over all sets is a Kronecker product of positive definite 2 x 2
+    matrices.
     """
     return torch.exp(theta[-2] - (theta[:-2].exp()[:, None, None] * d).sum(0))
 
@@ -132,10 +137,10 @@ def kernel(d, theta):
 class GaussianProcess:
     """Regression on observed values (Rasmussen and Williams 2006, Algorithm 2.1), in float64.
 
-    z (N, n): the observed sets, y (N,): their values. groups (n,): the group of each bit, counted
-    from 0; the bits of a group share one weight. theta: where the fit starts, or the value itself
-    if `fit` is false; None is the centre of the priors. Inside, y is scaled to mean 0 and standard
-    deviation 1.
+    It has observed the values y (N,) of the sets z (N, n). `groups` (n,) holds the group of each
+    bit, counted from 0. The bits of a group share one weight. A fit starts at theta, or at the
+    centre of the priors if theta is None. If `fit` is false, theta stays as it is. Inside, y is
+    scaled to mean 0 and standard deviation 1.
     """
 
     def __init__(self, z, y, groups, theta=None, fit=True):
@@ -171,7 +176,7 @@ class GaussianProcess:
         return loss + 0.125 * (theta - self.prior).square().sum()
 
     def fit(self):
-        """Minimise the loss over theta; keep the old theta if the new one is not finite."""
+        """Minimise the loss over theta. If the result is not finite, the old theta stays."""
         theta = self.theta.clone().requires_grad_()
 
         def closure():
@@ -184,8 +189,7 @@ class GaussianProcess:
             self.theta = theta.detach()
 
     def predict(self, z):
-        """Mean and standard deviation of the noiseless value at the sets z (M, n): two tensors
-        (M,)."""
+        """Mean and standard deviation (M,) of the noiseless value at the sets z (M, n)."""
         k = kernel(distances(self.z, z.double(), self.groups), self.theta)      # (N, M)
         half = torch.linalg.solve_triangular(self.L, k, upper=False)            # (N, M)
         mean = (k.T @ self.dual)[:, 0]                                          # (M,)
@@ -207,11 +211,10 @@ def expected_improvement(mean, std, best):
 
 
 def climb(score, starts, allowed):
-    """Local search: from each start (S, n), flip the bit that raises the score most, until none
-    does.
+    """Local search. From each start (S, n), flip the bit that raises the score most, until none
+    does. Returns the ends (S, n) and their scores (S,).
 
-    score: (M, n) -> (M,), allowed: (M, n) -> (M,) bool. Returns the ends (S, n) and their scores
-    (S,).
+    score(z) and allowed(z) take sets (M, n). They return a score and a bool for each (M,).
     """
     z = starts.double()
     n = z.shape[1]
@@ -234,7 +237,7 @@ def climb(score, starts, allowed):
 
 @dataclass(frozen=True)
 class Space:
-    """All sets that may be tried, as vectors of bits: bit j is 1 where sub-layer `skippable[j]` is
+    """All sets that may be tried, as vectors of bits. Bit j is 1 if sub-layer `skippable[j]` is
     skipped. At least one sub-layer stays."""
     n_layers: int
     skippable: tuple[int, ...]
@@ -249,7 +252,7 @@ class Space:
         return z.sum(-1) < 2 * self.n_layers
 
     def random(self, g):
-        """First draw the number of skips, each equally likely; then one of the sets of that
+        """First draw the number of skips, where each is equally likely, and then a set of that
         size."""
         most = min(len(self.skippable), 2 * self.n_layers - 1)
         count = int(torch.randint(most + 1, (), generator=g))
@@ -258,44 +261,52 @@ class Space:
         return z
 
     def groups(self):
-        """The group of each bit, for the kernel: 0 for attention, 1 for an MLP."""
+        """The group of each bit, for the kernel. It is 0 for attention and 1 for an MLP."""
         return torch.tensor([sub % 2 for sub in self.skippable])
 
 
 def propose(space, entries, seed):
-    """(z, theta) of the trial after those in `entries`. z (n,): the set to try, None if 1000 random
-    ones are all known. theta: the hyper-parameters of the process, None in the first, random
-    trials."""
+    """The trial after those in `entries`, as (z, theta). z (n,) is the set to try, or None if all
+    the sets that were drawn are known. theta holds the hyper-parameters of the process. The first
+    trials are random and have None."""
     bits = [[float(b) for b in e["bits"]] for e in entries]
     zs = torch.tensor(bits, dtype=torch.float64)                                # (N, n)
-    ys = torch.tensor([e["value"] for e in entries], dtype=torch.float64)       # (N,)
-    known = zs.tolist()
+    ys = torch.tensor([e["speedup"] for e in entries], dtype=torch.float64)     # (N,)
     g = torch.Generator().manual_seed((seed * 1_000_003 + len(entries)) % 2**63)
-    drawn = (space.random(g) for _ in range(1000))
-    untried = (z for z in drawn if z.tolist() not in known)
+    drawn = (space.random(g) for _ in range(DRAWS))
+    untried = (z for z in drawn if z.tolist() not in bits)
     if len(entries) < FIRST:
         return next(untried, None), None
     theta = entries[-1]["theta"]
-    fit = theta is None or len(entries) % REFIT == 0
-    process = GaussianProcess(zs, ys, space.groups(), theta, fit)
-
-    def score(z):
-        new = torch.cdist(z, zs, p=1).min(1).values > 0.5
-        mean, std = process.predict(z)
-        return torch.where(new, expected_improvement(mean, std, float(ys.max())), -math.inf)
-
-    tops = zs[ys.argsort(descending=True, stable=True)[:8]]
-    starts = torch.stack([*tops, *itertools.islice(drawn, 16)])
-    ends, values = climb(score, starts, space.allowed)
-    z = ends[int(values.argmax())]
-    if float(values.max()) == -math.inf:
+    due = theta is None or len(entries) % REFIT == 0
+    process = GaussianProcess(zs, ys, space.groups(), theta, fit=due)
+    known, others = STARTS
+    best = zs[ys.argsort(descending=True, stable=True)[:known]]
+    starts = torch.stack([*best, *itertools.islice(drawn, others)])
+    z = most_promising(process, float(ys.max()), starts, space.allowed)
+    if z is None:
         z = next(untried, None)
     return z, process.theta.tolist()
 
 
-def search(space, evaluate, count, seed=0, entries=()):
+def most_promising(process, best, starts, allowed):
+    """The untried set (n,) with the highest expected improvement over `best` that a local search
+    finds, or None if it finds no untried one."""
+    def score(z):
+        tried = torch.cdist(z, process.z, p=1).min(1).values < 0.5
+        mean, std = process.predict(z)
+        return expected_improvement(mean, std, best).masked_fill(tried, -math.inf)
+
+    ends, scores = climb(score, starts, allowed)
+    if float(scores.max()) == -math.inf:
+        return None
+    return ends[int(scores.argmax())]
+
+
+def search(space: Space, evaluate: Callable, count: int, seed: int = 0,
+           entries: Sequence[dict] = ()) -> Iterator[dict]:
     """Continue from the trials in `entries` until there are `count`, or until no new set is found.
-    Yields each new trial as an entry of the log. evaluate(sublayers) -> Trial."""
+    evaluate(sublayers) returns a Trial, and each is yielded as an entry of the log."""
     entries = list(entries)
     while len(entries) < count:
         z, theta = propose(space, entries, seed)
@@ -305,7 +316,6 @@ def search(space, evaluate, count, seed=0, entries=()):
         entries.append({
             "trial": len(entries),
             "bits": "".join(str(int(b)) for b in z),
-            "value": t.value,
             "alpha": t.alpha,
             "c": t.cost,
             "gamma": t.gamma,

@@ -1,20 +1,13 @@
-"""What keeps the text exact: drafted tokens are tested, and the next token is drawn from the
+"""This keeps the text exact. Drafted tokens are tested, and the next token is drawn from the
 residual. p is the target's distribution, q the draft's.
 
-The one thing to remember: a position without a drafted token has q = 0, so that max(p - q, 0) = p.
-So one formula covers the bonus token, drafts of different lengths and plain decoding.
+The one thing to remember: where nothing was drafted, q = 0 and max(p - q, 0) is simply p. One
+formula therefore covers the bonus token, drafts of different lengths and plain decoding.
 """
 import torch
 import torch.nn.functional as F
 
 from sampling import one_hot
-
-
-def check_vocabulary(p, q):
-    """Raise ValueError if a draft's q has not as many tokens as the target's p."""
-    if q is not None and q.shape[-1] != p.shape[-1]:
-        raise ValueError(f"the draft has a vocabulary of {q.shape[-1]}, "
-                         f"the target of {p.shape[-1]}")
 
 
 def verify(p, q, tokens, coins, length=None):
@@ -35,39 +28,22 @@ def verify(p, q, tokens, coins, length=None):
     >>> accepted.tolist(), token.tolist()               # and a bonus token drawn from (0.2, 0.8)
     ([1], [1])
     """
-    B, K = tokens.shape
-    row = torch.arange(B, device=p.device)
-    place = torch.arange(K, device=p.device)
-    check_vocabulary(p, q)
-    if K == 0:  # nothing was drafted: q = 0
-        return torch.zeros_like(row), coins.choose(p[:, 0])
-    if length is None:
-        length = torch.full_like(row, K)
-    if q is None:
-        q = one_hot(tokens, p)
+    if tokens.shape[1] == 0:    # nothing was drafted
+        return tokens.new_zeros(len(p)), coins.choose(p[:, 0])
+    q, ratio, live = against(p, q, tokens, length)
     # Accept token k with probability min(1, p / q). All K are tested at once; `cumprod` ends at the
     # first rejection, and the tests after it do not count.
-    drafted = tokens[..., None]                                                 # (B, K, 1)
-    ratio = p[:, :K].gather(2, drafted) / q.gather(2, drafted)                  # (B, K, 1)
-    passed = coins.flip(ratio[..., 0]) & (place < length[:, None])              # (B, K)
+    passed = coins.flip(ratio) & live                                           # (B, K)
     accepted = passed.cumprod(1).sum(1)                                         # (B,)
-
-    # The next token comes from max(p - q, 0) after a rejection, and from p otherwise: there q = 0.
-    rejected = accepted < length                                                # (B,)
-    p = p[row, accepted]                                                        # (B, V)
-    q = q[row, accepted.clamp(max=K - 1)] * rejected[:, None]                   # (B, V)
-    residual = (p - q).clamp_(min=0)
-    # trap: where p = q up to rounding, the residual of a rejection can be empty; then p is right
-    some = residual.sum(-1, keepdim=True) > 0
-    return accepted, coins.choose(torch.where(some, residual, p))
+    return accepted, next_token(p, q, accepted, live, coins)
 
 
 def verify_block(p, q, tokens, coins, length=None):
-    """Block verification (Sun et al., ICLR 2025, arXiv 2403.10444, Algorithm 2): `verify` for the
-    draft as a whole. The text has the same distribution; from two drafted tokens on, more are
-    accepted on average.
+    """Block verification (Sun et al., ICLR 2025, arXiv 2403.10444, Algorithm 2), which is `verify`
+    for the draft as a whole. The text has the same distribution, and from two drafted tokens on,
+    more are accepted on average.
 
-    Arguments, results and coins spent are those of `verify`. A token with p > q makes up for an
+    It takes, returns and spends the same as `verify`. A token with p > q makes up for an
     earlier one with p < q:
 
         w_0 = 1, w_i = min(1, w_{i-1} p/q)      the weight of the first i tokens
@@ -75,8 +51,8 @@ def verify_block(p, q, tokens, coins, length=None):
         Z / (Z + 1 - w_i)                       the chance that they pass; of the whole draft: w_K
 
     Every prefix flips a coin, and the longest that passes is accepted, even if a shorter one
-    failed. Claim: at least i tokens are accepted with probability w_i. Proof, from the end: more
-    than i are with probability w_i - Z, the sum of min(w_i p, q), and exactly i with
+    failed. At least i tokens are then accepted with probability w_i. The proof starts from the end.
+    More than i are accepted with probability w_i - Z, the sum of min(w_i p, q), and exactly i with
     (1 - w_i + Z) Z / (Z + 1 - w_i) = Z. Together that is w_i.
 
     >>> from sampling import Coins
@@ -86,33 +62,61 @@ def verify_block(p, q, tokens, coins, length=None):
     >>> accepted.tolist(), token.tolist()       # 0 fails alone, but 0, 1 passes: w = 1/2, then 1
     ([2], [1])
     """
-    B, K = tokens.shape
-    row = torch.arange(B, device=p.device)
-    place = torch.arange(K, device=p.device)
-    check_vocabulary(p, q)
-    if K == 0:
+    if tokens.shape[1] == 0:
         return verify(p, q, tokens, coins)
-    if length is None:
-        length = torch.full_like(row, K)
+    q, ratio, live = against(p, q, tokens, length)
+    weights = [torch.ones_like(p[:, 0, 0])]
+    for r in ratio.unbind(1):
+        weights.append((weights[-1] * r).clamp(max=1))
+    weight = torch.stack(weights, 1)                                            # (B, K+1)
+    residual = (weight[:, :-1, None] * p[:, :-1] - q).clamp_(min=0)             # (B, K, V)
+    mass = F.pad(residual.sum(-1)[:, 1:], (0, 1))                               # (B, K)
+    number = torch.arange(1, 1 + tokens.shape[1], device=p.device)              # (K,) 1, 2, ...
+    whole = number == live.sum(1, keepdim=True)
+    chance = torch.where(whole, weight[:, 1:], mass / (mass + 1 - weight[:, 1:]))
+    # trap: 0 / 0 where w = 1 and p = q: any chance is right, as the rest is always accepted
+    passed = coins.flip(chance) & live                                          # (B, K)
+    accepted = (passed * number).amax(1)                                        # (B,) the longest
+    return accepted, next_token(p, q, accepted, live, coins, weight)
+
+
+# --- the frame of both
+
+
+def check_vocabulary(p, q):
+    """Raise ValueError if a draft's q has not as many tokens as the target's p."""
+    if q is not None and q.shape[-1] != p.shape[-1]:
+        raise ValueError(f"the draft has a vocabulary of {q.shape[-1]}, "
+                         f"the target of {p.shape[-1]}")
+
+
+def against(p, q, tokens, length=None):
+    """The three things that drafted tokens are judged by. q (B, K, V) is one-hot if they were
+    copied, the ratio p / q (B, K) is taken at each of them, and `live` (B, K) tells which of the K
+    are the row's draft."""
+    check_vocabulary(p, q)
     if q is None:
         q = one_hot(tokens, p)
     drafted = tokens[..., None]                                                 # (B, K, 1)
-    ratio = p[:, :K].gather(2, drafted) / q.gather(2, drafted)                  # (B, K, 1)
-    weights = [torch.ones_like(p[:, 0, 0])]
-    for r in ratio[..., 0].unbind(1):
-        weights.append((weights[-1] * r).clamp(max=1))
-    weight = torch.stack(weights, 1)                                            # (B, K+1)
+    ratio = p[:, :-1].gather(2, drafted) / q.gather(2, drafted)                 # (B, K, 1)
+    live = torch.ones_like(tokens, dtype=torch.bool)
+    if length is not None:
+        live = live.cumsum(1) <= length[:, None]
+    return q, ratio[..., 0], live
 
-    residual = (weight[:, :K, None] * p[:, :K] - q).clamp_(min=0)               # (B, K, V)
-    mass = F.pad(residual.sum(-1)[:, 1:], (0, 1))                               # (B, K)
-    whole = place + 1 == length[:, None]
-    chance = torch.where(whole, weight[:, 1:], mass / (mass + 1 - weight[:, 1:]))
-    # trap: 0 / 0 where w = 1 and p = q: any chance is right, as the rest is always accepted
-    passed = coins.flip(chance) & (place < length[:, None])                     # (B, K)
-    accepted = (passed * (place + 1)).amax(1)                                   # (B,) the longest
 
+def next_token(p, q, accepted, live, coins, weight=None):
+    """The token after the accepted ones (B,). After a rejection it comes from the residual
+    max(p - q, 0), and otherwise from p, because q = 0 there. A `weight` (B, K+1) multiplies the
+    residual's p."""
+    row = torch.arange(len(p), device=p.device)
+    rejected = accepted < live.sum(1)                                           # (B,)
     p = p[row, accepted]                                                        # (B, V)
-    residual = residual[row, accepted.clamp(max=K - 1)]                         # (B, V)
-    rejected = accepted < length
+    q = q[row, accepted.clamp(max=q.shape[1] - 1)]                              # (B, V)
+    residual = p
+    if weight is not None:
+        residual = weight[row, accepted, None] * p
+    residual = (residual - q).clamp_(min=0)
+    # trap: where p = q up to rounding, the residual of a rejection can be empty; then p is right
     some = rejected[:, None] & (residual.sum(-1, keepdim=True) > 0)
-    return accepted, coins.choose(torch.where(some, residual, p))
+    return coins.choose(torch.where(some, residual, p))

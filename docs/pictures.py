@@ -63,7 +63,7 @@ ROUND = (
 HOUSE = {
     "support": Box(16, 40, ("support/", "what they show"), wide=150),
     "commands": Box(260, 40, ("generate.py, search.py", "the commands"), wide=240),
-    "folder": Box(16, 232, ("checkpoint.py", "families.py"), wide=150),
+    "folder": Box(16, 232, ("checkpoint.py", "families.py, files.py"), wide=150),
     "root": Box(260, 170, ("the library, in reading order", "model.py, kvcache.py",
                            "sampling.py, verification.py", "drafter.py, speculative.py",
                            "layerskip.py, control.py", "", "minimal.py: all on one page"),

@@ -1,5 +1,5 @@
-"""Correct answers of another shape than the library's: loops instead of tensors, other coins, less gained.
-They must pass. The wrong answers stand in wrong.txt."""
+"""Correct answers of another shape than the library's: loops instead of tensors, other coins, less
+gained. They must pass. The wrong answers stand in wrong.txt."""
 SHAPES = {
     "constrain": ["""
 def constrain(p, tokens, grammar, state):

@@ -1,5 +1,6 @@
-"""Test the grader: a stub is "to do"; the library's own code and right answers written differently pass; a
-wrong answer fails with a message that names its mistake. Each case of "Diagnose" fails its test.
+"""Test the grader. A stub must be "to do". The library's own code and right answers written
+differently must pass. A wrong answer must fail with a message that names its mistake, and so must
+each case of "Diagnose".
 
     python exercises/check.py [WORDS]      only exercises whose names contain one of the words, or diagnose
 """
@@ -24,8 +25,9 @@ WRONG = read(Path(__file__).with_name("wrong.txt"))
 
 
 def answer(task):
-    """The originals of a task, as they would stand in a student's file."""
-    return "\n".join(line for name in task.functions for line in [*splice.original(task.module, name), ""])
+    """The originals of a task and their helpers, as they would stand in a student's file."""
+    names = task.functions + splice.HELPERS.get(task.module, ())
+    return "\n".join(line for name in names for line in [*splice.original(task.module, name), ""])
 
 
 def wrong_answers(task):
@@ -58,8 +60,8 @@ NUMBERS = set("cap head_dim theta end window start temperature top_k top_p min_p
 
 
 def traps(task):
-    """(kind, text, words of the message) for each function: the original in a wrapper that makes a mistake,
-    such as changing an argument."""
+    """(kind, text, words of the message) for each function: the original in a wrapper that makes a
+    mistake, such as changing an argument."""
     for name in task.functions:
         node = splice.find(ast.parse(splice.source(task.module)), name)
         arguments = [arg.arg for arg in node.args.args]
@@ -77,12 +79,13 @@ def traps(task):
 
 
 def behind(task, name, node, body):
-    """The text of such a wrapper: its function `name` has this body, in which `right` is the original."""
+    """The text of such a wrapper: its function `name` has this body, in which `right` is the
+    original."""
     outer = "." in name
     lines = textwrap.dedent("\n".join(splice.original(task.module, name)[outer:])).splitlines()
     right = "\n".join(lines[len(node.decorator_list) :]).replace(f"def {node.name}(", "def right(", 1)
     head = splice.stub(task.module, name).rsplit("\n", 2)[0]
-    others = [line for other in task.functions if other != name
+    others = [line for other in task.functions + splice.HELPERS.get(task.module, ()) if other != name
               for line in splice.original(task.module, other)]
     return "\n".join([TRAPS, right, head, textwrap.indent(body, " " * (4 + 4 * outer)), *others, ""])
 

@@ -1,5 +1,6 @@
-"""What a result must look like, whatever its numbers: how many values, and of each the type, shape, dtype and
-device. guard.py asks in every call of an answer, before a test reads the result."""
+"""What a result must look like, whatever its numbers are: how many values, and the type, shape,
+dtype and device of each. guard.py checks this in every call of an answer, before a test reads the
+result."""
 import numbers
 from typing import NamedTuple
 

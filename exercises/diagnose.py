@@ -1,12 +1,13 @@
-"""Diagnose: a function of the library with one mistake in it, and what the failing test printed. Which line
-is wrong, and why?
+"""Diagnose. A student gets a function of the library with one mistake in it, and what the failing
+test printed. Which line is wrong, and why?
 
     python exercises/diagnose.py OUT                   write six cases into OUT/diagnose
     python exercises/diagnose.py OUT --variant SEED    six others, drawn by the seed
     python exercises/diagnose.py OUT --grade           say of each whether the line is right
 
-The mistakes are rows of tests/mistakes.txt, so each has a test that notices it, and none of them stands in a
-function that is an exercise. The code is shown as the engine writes it, without comments.
+The mistakes are rows of tests/mistakes.txt, so each has a test that notices it, and none of them
+stands in a function that is an exercise. The code is shown as the engine writes it, without
+comments.
 """
 import argparse
 import ast
@@ -43,7 +44,8 @@ def row(case):
 
 
 def mutated(case):
-    """The lines of the function with its mistake, and the numbers, from 1, of the lines that it changes."""
+    """The lines of the function with its mistake, and the numbers, from 1, of the lines that it
+    changes."""
     m = row(case)
     source = (ROOT / m.file).read_text(encoding="utf-8")
     right, wrong = (cuts.bare(cuts.find(ast.parse(text), m.scope)).splitlines()

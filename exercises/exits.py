@@ -10,8 +10,9 @@ def head_loss(head, target, ahead, length):
     """The cross-entropy of a draft head against the target's distributions, averaged over all rows
     that count; 0 if none does. No gradient flows into the target.
 
-    head, target (B, T, V): logits. Row t of the head predicts what row t + ahead of the target does.
-    length (B,): how many rows of each text are text; those after them hold anything, even NaN.
+    head, target (B, T, V): logits. Row t of the head predicts what row t + ahead of the target
+    does. length (B,): how many rows of each text are text; those after them hold anything, even
+    NaN.
     """
     N = max(0, head.shape[1] - ahead)
     counts = torch.arange(N, device=head.device) < length[:, None] - ahead      # (B, N)
@@ -22,8 +23,8 @@ def head_loss(head, target, ahead, length):
 
 
 def enabled_exits(step, steps, L, every=None):
-    """Which of the L exits, one after each block, step `step` of `steps` trains: bool (L,). The last
-    one is always trained (LayerSkip, arXiv 2404.16710, section 4.1.2).
+    """Which of the L exits, one after each block, step `step` of `steps` trains: bool (L,). The
+    last one is always trained (LayerSkip, arXiv 2404.16710, section 4.1.2).
 
     every: rotational, every so many blocks, and at the next step one block further. None: gradual,
     first the last exit alone, then one more, downwards, after each 1 / (2 L) of the steps.

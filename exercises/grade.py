@@ -1,16 +1,18 @@
-"""Grade the answers in a student's folder: each takes the original's place in a temporary copy of the
-library, and the library's tests of that function are run there. guard.py says what is checked in every call.
+"""Grade the answers in a student's folder. Each takes the original's place in a temporary copy of
+the library, where the tests of that function are run. guard.py describes what is checked in every
+call.
 
     python exercises/grade.py OUT              all exercises
     python exercises/grade.py OUT verify       one of them, by its name or number
     python exercises/grade.py OUT --json       all of them, as a list of verdicts
     python exercises/grade.py OUT --gradescope results.json      and write marks for a course's server
 
-What is graded is the text and its distribution, never speed and never an acceptance rate. A correct answer
-that gains less than it could passes, and the remark beside it says why.
+Only the text and its distribution are graded, never speed or acceptance rate. A correct answer that
+gains less than it could passes, with a remark that says why.
 
-This runs the code in OUT. It guards against accidents, such as endless loops, but not against malice: on a
-server, give it a sandbox without network, with its own user and limits, and a fresh copy of this repository.
+This runs the code in OUT. It guards against accidents such as endless loops, but not against
+malice. On a server, give it a sandbox without network, with its own user and limits, and a fresh
+copy of this repository.
 """
 import argparse
 import faulthandler
@@ -101,7 +103,8 @@ class Watch:
 
 
 def run_tests(folder, task, limit):
-    """What the process does; it is forked from one that holds torch, whose import outlasts most tests."""
+    """What the process does; it is forked from one that holds torch, whose import outlasts most
+    tests."""
     import pytest
 
     from exercises import guard  # late: it imports torch; and before the path is another one
@@ -135,14 +138,16 @@ def run_tests(folder, task, limit):
 
 
 def copy_library(folder, task):
-    """What the tests need, so that nothing that an answer does reaches the library itself. The functions that
-    the answer stands for, and those that would do its work, are cut out."""
+    """What the tests need, so that nothing that an answer does reaches the library itself. The
+    functions that the answer stands for, and those that would do its work, are cut out."""
     for file in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(file, folder)
     for name in ("tests", "exercises/tests", "support", "methods", "machine"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / task.module).parent.mkdir(exist_ok=True)
-    cut = splice.RIVALS if splice.JUDGES & {*task.functions} else {task.module: task.functions}
+    cut = {task.module: task.functions}
+    if splice.JUDGES & {*task.functions}:
+        cut = {module: names + splice.HELPERS.get(module, ()) for module, names in splice.RIVALS.items()}
     for module, names in cut.items():
         (folder / module).write_text(splice.hollow(module, names), encoding="utf-8")
 
@@ -196,7 +201,8 @@ def grade_file(task, folder, limit):
 
 
 def results(verdicts):
-    """Gradescope's results.json, with the marks of the rubric in README.md. What has no verdict is to do."""
+    """Gradescope's results.json, with the marks of the rubric in README.md. What has no verdict is
+    to do."""
     known, tests = {v.number: v for v in verdicts}, []
     for task in TASKS:
         v = known.get(task.number, Verdict(task.name, task.number, "to do"))

@@ -1,8 +1,9 @@
-"""Runs an answer in its own namespace and checks every call before a test reads its result. The result has
-the type, shape, dtype and device of contract.py. No argument may change, and nothing that an argument
-returned when it was called. No result may share memory with an argument or another result. All random numbers
-come from the coins, and torch stays as it was. So no test of an exercise needs to check these. Every tensor
-comes with other strides than a fresh one has, as slices and transposes do in the library.
+"""Runs an answer in its own namespace and checks every call before a test reads its result, so that
+the tests need not. The result must have the type, shape, dtype and device that contract.py asks
+for. No argument may change, nor anything that an argument returned when it was called. No result
+may share memory with an argument or with another result. All random numbers must come from the
+coins, and torch must stay as it was. Every tensor arrives with unusual strides, because in the
+library many are slices and transposes.
 """
 import functools
 import importlib
@@ -19,12 +20,12 @@ from exercises import contract
 
 # These may return an argument, or a part of one.
 ITSELF = {"softcap", "KVCache.write", "climb", "counterexample"}
-KEPT = 2                                # how many earlier results are checked for changes, too
+KEPT = 2                                # how many earlier results are also checked for changes
 
 
 def frozen(x):
-    """A copy of everything in x that must not change. Spending coins and writing to a cache is allowed, so
-    of coins only the seeds are copied, and of a cache nothing."""
+    """A copy of everything in x that must not change. Spending coins and writing to a cache is
+    allowed, so of coins only the seeds are copied, and of a cache nothing."""
     if isinstance(x, torch.Tensor):
         return None if x.is_meta else x.detach().clone()
     if isinstance(x, (int, float, str, range, type(None))):
@@ -77,7 +78,8 @@ def share(a, b):
 
 
 def strided(x):
-    """The same values, as tensors that are not contiguous: last dimension first, with gaps between them."""
+    """The same values, as tensors that are not contiguous: last dimension first, with gaps between
+    them."""
     if isinstance(x, torch.Tensor):
         order = list(range(x.dim()))[::-1]
         turned = x.permute(order)
@@ -114,8 +116,8 @@ def public(places):
 
 
 def replaced(originals):
-    """The name of what an answer has put something else in place of, which is taken back; None if nothing.
-    Torch itself wraps some of its functions when more of it is loaded."""
+    """The name of what an answer has put something else in place of, which is taken back; None if
+    nothing. Torch itself wraps some of its functions when more of it is loaded."""
     other = None
     for place, names, values in originals:
         now = [*map(vars(place).get, names)]
@@ -129,7 +131,8 @@ def replaced(originals):
 
 
 def watched(name, original):
-    """A stand-in for the original: it calls `call.answer`, which `install` sets, and checks the call."""
+    """A stand-in for the original: it calls `call.answer`, which `install` sets, and checks the
+    call."""
     arguments, kept = inspect.signature(original), []
 
     @functools.wraps(original)
@@ -160,8 +163,8 @@ def watched(name, original):
 
 
 def check_surroundings(called, originals, modes, returned):
-    """Fail the test if this call changed what other code uses. returned: {argument: [(what a call of it
-    returned, a copy)]}."""
+    """Fail the test if this call changed what other code uses. returned: {argument: [(what a call
+    of it returned, a copy)]}."""
     from teach import fail
 
     other = replaced(originals)
@@ -206,8 +209,8 @@ def check(called, given, kept, before, result, itself):
 
 
 def install(module, names, code):
-    """Put an answer in place of the functions `names` of a library module. The answer gets a copy of the
-    module's names, so its assignments change nothing outside."""
+    """Put an answer in place of the functions `names` of a library module. The answer gets a copy
+    of the module's names, so its assignments change nothing outside."""
     library = importlib.import_module(module.removesuffix(".py").replace("/", "."))
     own = sys.modules["answer"] = types.ModuleType("answer")
     places = [(getattr(library, name.split(".")[0]) if "." in name else library, name) for name in names]

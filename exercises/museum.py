@@ -1,5 +1,6 @@
-"""A museum of bugs that real projects shipped: each verifier as a change of ours, the smallest input that
-shows it, and how far its law is from the target's, computed here. The tour is museum.md.
+"""A museum of bugs that real projects shipped. Each exhibit is a change of our code and the
+smallest input that shows it. How far its distribution is from the target's is computed here. The
+tour is museum.md.
 
     python exercises/museum.py                          all exhibits
     python exercises/museum.py --five 7                 five verifiers, of which one is wrong: which?
@@ -8,6 +9,7 @@ shows it, and how far its law is from the target's, computed here. The tour is m
 import argparse
 import ast
 import difflib
+import itertools
 import random
 import sys
 from functools import partial
@@ -19,15 +21,15 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from tiny import TINY, Fixed, Says, law, make, wide  # noqa: E402
+from tiny import TINY, Fixed, Says, law, make, state_of, wide  # noqa: E402
 
 import minimal  # noqa: E402
 from drafter import chain  # noqa: E402
 from exercises.serving import constrain, ring_mask, ring_size  # noqa: E402
 from methods.trees import verify_tree  # noqa: E402
 from sampling import Coins, to_probs  # noqa: E402
-from speculative import State, until  # noqa: E402
-from support.cuts import bare, change, find  # noqa: E402
+from speculative import until  # noqa: E402
+from support.cuts import bare, change, find, read  # noqa: E402
 from verification import verify  # noqa: E402
 
 OURS = {"verify": verify, "verify_tree": verify_tree, "chain": chain, "until": until, "to_probs": to_probs,
@@ -46,6 +48,11 @@ class Exhibit(NamedTuple):
     q: list | None = None   # (K, V), or None: the draft is copied
     case: dict = {}         # what else is given: copied, eos, sampling, points, grammar, rounds
 
+    @property
+    def where(self):
+        """Where its lines stand: those of `verify` also in the frame that it shares."""
+        return "" if self.file == "verification.py" else self.scope
+
 
 # --- the law of a verifier
 
@@ -55,7 +62,7 @@ def changed(e):
     ours = (ROOT / e.file).read_text(encoding="utf-8")
     source = ours
     for old, new in e.changes:
-        source = change(source, e.scope, old, new)
+        source = change(source, e.where, old, new)
     name = e.scope.split(".")[0]
     space = {"__name__": e.file.removesuffix(".py").replace("/", "."), "__file__": str(ROOT / e.file)}
     exec(compile(source, e.file, "exec"), space)    # our own source, with these lines changed
@@ -65,21 +72,20 @@ def changed(e):
 def diff(e):
     """The changed lines, as `-` and `+`."""
     *_, source, ours = changed(e)
-    old, new = (bare(find(ast.parse(text), e.scope)).splitlines() for text in (ours, source))
+    old, new = (bare(find(ast.parse(text), e.where)).splitlines() for text in (ours, source))
     return [line.rstrip() for line in difflib.ndiff(old, new) if line[0] in "+-"]
 
 
 def round_of(e, tools):
-    """run(coins) -> the text that one round writes, or some rounds, completed with draws from p to as many
-    tokens as p has rows, or to an end of text."""
+    """run(coins) -> the text that one round writes, or some rounds, completed with draws from p to
+    as many tokens as p has rows, or to an end of text."""
     sampling, eos = (e.case.get(key, default) for key, default in (("sampling", WARM), ("eos", ())))
     grammar = torch.tensor(e.case["grammar"]) if "grammar" in e.case else None
     right = to_probs(wide(e.p).log(), **sampling)                               # (N, V)
     K = len(e.q or e.case["copied"])
 
     def round_after(before, coins):
-        state = State(torch.zeros(1, 9).long(), torch.tensor([1]), [[0]], [9], None, None,
-                      lambda x: to_probs(x, **sampling), coins, (), torch.arange(9)[None])
+        state = state_of([[0]], [9], lambda x: to_probs(x, **sampling), coins)
         if e.q is None:
             tokens, q = torch.tensor([e.case["copied"]]), None
         else:
@@ -88,7 +94,7 @@ def round_of(e, tools):
         p = tools["to_probs"](wide(e.p)[len(before) : len(before) + K + 1].log(), **sampling)[None]
         if grammar is not None:
             p = tools["constrain"](p, tokens, grammar, torch.tensor([0]))
-        if e.scope == "verify_tree":        # a chain is a tree, too
+        if e.scope == "verify_tree":        # a chain is also a tree
             accepted, token = tools["verify_tree"](p, tokens, torch.arange(K)[None], coins, q)
         else:
             accepted, token = tools["verify"](p, q, tokens, coins)
@@ -116,8 +122,9 @@ def masked(row, grammar, text):
 
 
 def in_a_ring(slots, coins):
-    """The text that two rounds write of a layer with a window of 2, after the tokens 0 and 1, drafting one
-    token from 1/2, 1/2. Its p of token 1 is 0.8, and 0.3 less for each 1 that it reads."""
+    """The text that two rounds write of a layer with a window of 2, after the tokens 0 and 1,
+    drafting one token from 1/2, 1/2. Its p of token 1 is 0.8, and 0.3 less for each 1 that it
+    reads."""
     text, ring, q = [0, 1], {0: 0, 1: 1}, wide([[0.5, 0.5]])
     for _ in range(2):
         last = len(text) - 1
@@ -134,7 +141,8 @@ def in_a_ring(slots, coins):
 
 
 def law_by_points(run, coins, points):
-    """For a bug that uses a uniform twice: {text: share of the points (N, uniforms) at which it comes}."""
+    """For a bug that uses a uniform twice: {text: share of the points (N, uniforms) at which it
+    comes}."""
     kind = type("", (coins,), {"__init__": Fixed.__init__, "take": Fixed.take})
     found = {}
     for row in points:
@@ -147,7 +155,8 @@ def law_by_points(run, coins, points):
 
 
 def laws(e, tools=None):
-    """(the law of the exhibit's verifier, the right one): {text: probability}. tools: ours instead of it."""
+    """(the law of the exhibit's verifier, the right one): {text: probability}. tools: ours instead
+    of it."""
     if tools is None:
         name, function, *_ = changed(e)
         tools = OURS | {name: function}
@@ -171,8 +180,8 @@ def laws(e, tools=None):
 
 
 def off(e, tools=None):
-    """How far the law of an exhibit's verifier is from the target's: half the sum of the differences. 0: the
-    same law, 1: nothing in common."""
+    """How far the law of an exhibit's verifier is from the target's: half the sum of the
+    differences. 0: the same law, 1: nothing in common."""
     one, two = laws(e, tools)
     return sum(abs(one.get(key, 0.0) - two.get(key, 0.0)) for key in one.keys() | two.keys()) / 2
 
@@ -184,9 +193,9 @@ def sobol():
 
 # --- the exhibits
 
-RESIDUAL = "residual = (p - q).clamp_(min=0)"
-LAST = "return accepted, coins.choose(torch.where(some, residual, p))"
-PASSED = "passed = coins.flip(ratio[..., 0]) & (place < length[:, None])"
+RESIDUAL = "residual = (residual - q).clamp_(min=0)"
+LAST = "return coins.choose(torch.where(some, residual, p))"
+PASSED = "passed = coins.flip(ratio) & live"
 HALF, FIFTH = [0.5, 0.5], [0.2, 0.8]
 
 
@@ -194,88 +203,47 @@ def of_verify(name, changes, *rest):
     return Exhibit(name, "verification.py", "verify", changes, *rest)
 
 
-EXHIBITS = [
-    of_verify("every draft is accepted",
-              ((PASSED, "passed = (ratio[..., 0] > 0.0) & (place < length[:, None])"),),
-              [HALF, HALF], [FIFTH]),
-    of_verify("the residual through a softmax",
-              ((RESIDUAL, "residual = torch.where(rejected[:, None], (p - q).clamp(min=0).softmax(-1), p)"),),
-              [HALF, HALF], [FIFTH]),
-    Exhibit("only the rejected token is set to zero", "methods/trees.py", "verify_tree",
-            (("less = (left - q[:, k]).clamp_(min=0)", "less = left.scatter(1, token, 0.0)"),),
-            [[0.2, 0.4, 0.4], [0.2, 0.4, 0.4]], [[0.6, 0.4, 0.0]]),
-    of_verify("the replacement comes from the next row",
-              (("p = p[row, accepted]", "p = p[row, accepted + rejected.long()]"),
-               ("q[row, accepted.clamp(max=K - 1)] * rejected[:, None]",
-                "q[row, accepted.clamp(max=K - 1)] * 0")),
-              [[1.0, 0.0], [0.0, 1.0]], [HALF]),
-    of_verify("the bonus token is the likeliest one",
-              ((LAST, "return accepted, torch.where(rejected, coins.choose(torch.where(some, residual, p)), "
-                "p.argmax(-1))"),), [HALF, [0.6, 0.4]], [HALF]),
-    of_verify("the bonus token forgets the temperature, here 0.5",
-              ((LAST, "return accepted, coins.choose(torch.where(rejected[:, None], "
-                "torch.where(some, residual, p), p ** 0.5))"),), [HALF, FIFTH], [HALF]),
-    of_verify("one uniform decides twice",
-              ((PASSED, "u = coins.take(B * K, p.device).view(B, K)\n"
-                "passed = (u < ratio[..., 0]) & (place < length[:, None])"),
-               (LAST, "fresh = coins.choose(torch.where(some, residual, p))\n"
-                "cdf = residual.cumsum(-1)\n"
-                "again = u.gather(1, accepted.clamp(max=K - 1)[:, None]) * cdf[:, -1:]\n"
-                "again = torch.searchsorted(cdf, again, right=True)[:, 0]\n"
-                "return accepted, torch.where(rejected, again, fresh)")),
-              [[0.4, 0.4, 0.2]] * 2, [[0.2, 0.2, 0.6]], {"points": sobol}),
-    Exhibit("draft and residual race by the same noise", "sampling.py", "Coins.choose",
-            (("u = self.take(total.numel(), cdf.device).view(total.shape)",
-              "arrives = self.noise.reshape(weights.shape) / weights"),
-             ("ids = torch.searchsorted(cdf, u * total, right=True)",
-              "ids = arrives.argmin(-1, keepdim=True)")),
-            [[0.1, 0.6, 0.3], [1.0, 0.0, 0.0]], [[0.6, 0.3, 0.1]], {"points": sobol}),
-    Exhibit("the draft is argmax, q is soft", "drafter.py", "chain",
-            (("token = state.coins.choose(q)", "token = q.argmax(-1)"),), [HALF, HALF], [[0.8, 0.2]]),
-    Exhibit("drawn from the cut q, judged by the whole one", "drafter.py", "chain",
-            (("qs.append(q)", "qs.append(logits.softmax(-1))"),),
-            [[0.5, 0.5, 0.0]] * 2, [[0.4, 0.3, 0.3]], {"sampling": WARM | {"top_k": 2}}),
-    of_verify("block verification by products of uniforms",
-              ((PASSED, "u = coins.take(B * K, p.device).view(B, K).cumprod(1)\n"
-                "passed = (u <= ratio[..., 0].clamp(max=1).cumprod(1)) & (place < length[:, None])"),
-               ("accepted = passed.cumprod(1).sum(1)", "accepted = (passed * (place + 1)).amax(1)")),
-              [[1 / 3, 2 / 3]] * 3, [[2 / 3, 1 / 3]] * 2, {"points": sobol}),
-    of_verify("the first draft is never tested",
-              ((PASSED, "passed = (coins.flip(ratio[..., 0]) | (place == 0)) & (place < length[:, None])"),),
-              [[1.0, 0.0]] * 2, None, {"copied": [1]}),
-    Exhibit("of equal logits the last one wins", "sampling.py", "to_probs",
-            (("one_hot(logits.max(-1).indices, logits)",
-              "one_hot(logits.shape[-1] - 1 - logits.flip(-1).max(-1).indices, logits)"),),
-            [HALF, HALF], None, {"copied": [0], "sampling": {"temperature": 0.0}}),
-    Exhibit("a coin of 0 accepts what has no chance", "sampling.py", "Coins.flip",
-            (("view(prob.shape) < prob", "view(prob.shape) <= prob"),),
-            [[1.0, 0.0]] * 2, [[0.0, 1.0]], {"points": lambda: wide([[0.0] * 9])}),
-    Exhibit("an end of text inside the draft is passed over", "speculative.py", "until",
-            (("for i, token in enumerate(tokens)", "for i, token in list(enumerate(tokens))[-1:]"),),
-            [HALF, HALF], [HALF], {"eos": [0]}),
-    Exhibit("rejected drafts stay in the cache", "minimal.py", "rounds_with_cache",
-            (("len(tokens) + left", "4 * (len(tokens) + left)"),
-             ("before += len(new)", "before += len(xs)"))),
-    Exhibit("the draft draws the same number each round", "drafter.py", "chain",
-            (("token = state.coins.choose(q)",
-              "from sampling import Coins\ntoken = Coins(state.coins.seed + 1).choose(q)"),),
-            [HALF] * 4, [HALF], {"points": sobol, "rounds": 2}),
-    Exhibit("one state of the grammar for the whole block", "exercises/serving.py", "constrain",
-            (("state = grammar[state, tokens[:, k]].clamp(min=0)", "pass"),),
-            [HALF, HALF], [HALF], {"grammar": [[1, -1], [-1, 0]]}),
-    Exhibit("a ring of as many slots as the window", "exercises/serving.py", "ring_size",
-            (("return window + gamma", "return window"),))]
+INPUTS = {      # of each exhibit: p, q, and what else is given
+    "every draft is accepted": ([HALF, HALF], [FIFTH]),
+    "the residual through a softmax": ([HALF, HALF], [FIFTH]),
+    "only the rejected token is set to zero": ([[0.2, 0.4, 0.4]] * 2, [[0.6, 0.4, 0.0]]),
+    "the replacement comes from the next row": ([[1.0, 0.0], [0.0, 1.0]], [HALF]),
+    "the bonus token is the likeliest one": ([HALF, [0.6, 0.4]], [HALF]),
+    "the bonus token forgets the temperature, here 0.5": ([HALF, FIFTH], [HALF]),
+    "one uniform decides twice": ([[0.4, 0.4, 0.2]] * 2, [[0.2, 0.2, 0.6]], {"points": sobol}),
+    "draft and residual race by the same noise":
+        ([[0.1, 0.6, 0.3], [1.0, 0.0, 0.0]], [[0.6, 0.3, 0.1]], {"points": sobol}),
+    "the draft is argmax, q is soft": ([HALF, HALF], [[0.8, 0.2]]),
+    "drawn from the cut q, judged by the whole one":
+        ([[0.5, 0.5, 0.0]] * 2, [[0.4, 0.3, 0.3]], {"sampling": WARM | {"top_k": 2}}),
+    "block verification by products of uniforms":
+        ([[1 / 3, 2 / 3]] * 3, [[2 / 3, 1 / 3]] * 2, {"points": sobol}),
+    "the first draft is never tested": ([[1.0, 0.0]] * 2, None, {"copied": [1]}),
+    "of equal logits the last one wins":
+        ([HALF, HALF], None, {"copied": [0], "sampling": {"temperature": 0.0}}),
+    "a coin of 0 accepts what has no chance":
+        ([[1.0, 0.0]] * 2, [[0.0, 1.0]], {"points": lambda: wide([[0.0] * 9])}),
+    "an end of text inside the draft is passed over": ([HALF, HALF], [HALF], {"eos": [0]}),
+    "the draft draws the same number each round":
+        ([HALF] * 4, [HALF], {"points": sobol, "rounds": 2}),
+    "one state of the grammar for the whole block":
+        ([HALF, HALF], [HALF], {"grammar": [[1, -1], [-1, 0]]})}
+BUGS = itertools.groupby(read(Path(__file__).with_suffix(".txt")), key=lambda row: row.why)
+EXHIBITS = [Exhibit(name, rows[0].file, rows[0].scope, tuple((row.old, row.new) for row in rows),
+                    *INPUTS.get(name, ()))
+            for name, rows in ((name, list(group)) for name, group in BUGS)]
 
 
 # --- which of these five is wrong?
 
 RIGHT = [   # other ways to write `verify`, all right
-    ((PASSED, PASSED.replace("ratio[..., 0]", "ratio[..., 0].clamp(max=1)")),),
-    ((RESIDUAL, "residual = p - torch.minimum(p, q)"),),
-    ((RESIDUAL, "residual = torch.maximum(p, q) - q"),),
-    (("accepted = passed.cumprod(1).sum(1)", "accepted = (passed.cumsum(1) == place + 1).sum(1)"),),
-    ((PASSED, "drawn = coins.choose(p)\npassed = (drawn[:, :K] == tokens) & (place < length[:, None])"),
-     (LAST, "return accepted, drawn[row, accepted]"))]
+    ((PASSED, PASSED.replace("ratio", "ratio.clamp(max=1)")),),
+    ((RESIDUAL, "residual = residual - torch.minimum(residual, q)"),),
+    ((RESIDUAL, "residual = torch.maximum(residual, q) - q"),),
+    (("accepted = passed.cumprod(1).sum(1)", "accepted = (passed.cumsum(1) == live.cumsum(1)).sum(1)"),),
+    ((PASSED, "drawn = coins.choose(p)\npassed = (drawn[:, :-1] == tokens) & live"),
+     ("return accepted, next_token(p, q, accepted, live, coins)",
+      "return accepted, drawn[torch.arange(len(p)), accepted]"))]
 
 
 def five(seed):

@@ -1,14 +1,15 @@
-"""What engines get wrong where drafts meet a grammar or a sliding window: exercises 25 and 26, graded by
-exercises/tests/test_serving.py."""
+"""Two things that engines get wrong: drafts under a grammar, and drafts in a sliding window. These
+are exercises 25 and 26, which exercises/tests/test_serving.py grades."""
 import torch
 
 
 def constrain(p, tokens, grammar, state):
-    """The target's distributions p (B, K+1, V) under a grammar: what it forbids has probability 0, and the
-    rest is scaled to sum to 1. Row k is about the token after the first k drafted ones, tokens (B, K).
+    """The target's distributions p (B, K+1, V) under a grammar: what it forbids has probability 0,
+    and the rest is scaled to sum to 1. Row k is about the token after the first k drafted ones,
+    tokens (B, K).
 
-    grammar (S, V): the state after each token in each state, -1 where the token is forbidden. state (B,):
-    that of each text before the draft. After a drafted token that is forbidden no row counts.
+    grammar (S, V): the state after each token in each state, -1 where the token is forbidden. state
+    (B,): the state of each text before the draft. After a forbidden draft token no row counts.
 
     >>> grammar = torch.tensor([[1, -1], [-1, 0]])          # 0 and 1 take turns
     >>> constrain(torch.tensor([[[0.5, 0.5]] * 2]), torch.tensor([[0]]), grammar, torch.tensor([0])).tolist()
@@ -24,9 +25,9 @@ def constrain(p, tokens, grammar, state):
 
 
 def replay(size, window, gamma, accepted, mask):
-    """Rounds of gamma drafted tokens in a ring of `size` slots, of which round r accepts accepted[r]. The
-    first (round, position) whose token reads other keys than those of its window; None if there is none.
-    mask: as `ring_mask`."""
+    """Play rounds of gamma drafted tokens in a ring of `size` slots, of which round r accepts
+    accepted[r]. Returns the first (round, position) whose token reads keys from outside its window,
+    or None. mask: a function like `ring_mask`."""
     ring, text, first = [None] * size, {}, 0
     for number, kept in enumerate(accepted):
         for position in range(first, first + gamma + 1):
@@ -40,9 +41,9 @@ def replay(size, window, gamma, accepted, mask):
 
 
 def ring_mask(first, T, size, window):
-    """Which slots of a ring may each token of a block read, once the block is written? (T, size) bool. The
-    block stands at the positions first .. first+T-1; position j is in slot j % size. A token sees itself and
-    the window - 1 positions before it. size >= window.
+    """Which slots of a ring may each token of a block read, once the block is written? (T, size)
+    bool. The block stands at the positions first .. first+T-1; position j is in slot j % size. A
+    token sees itself and the window - 1 positions before it. size >= window.
 
     >>> ring_mask(3, 2, 4, 2).int().tolist()        # 3 sees 2 and 3, in slots 2 and 3; 4 sees 3 and 4
     [[0, 0, 1, 1], [1, 0, 0, 1]]
@@ -53,11 +54,12 @@ def ring_mask(first, T, size, window):
 
 
 def ring_size(window, gamma):
-    """The fewest slots of a ring that needs no rollback: whatever rounds of gamma drafted tokens accept, each
-    token reads the keys of its window."""
+    """The fewest slots of a ring that needs no rollback: whatever rounds of gamma drafted tokens
+    accept, each token reads the keys of its window."""
     return window + gamma
 
 
 def ring_counterexample(window, gamma):
-    """How many tokens each round accepts in a run that goes wrong with one slot fewer: a list. gamma >= 1."""
+    """How many tokens each round accepts in a run that goes wrong with one slot fewer: a list.
+    gamma >= 1."""
     return [0] * window

@@ -1,4 +1,5 @@
-"""Cuts functions out of the library with `ast`: a stub is what remains. Of an answer it takes what is run.
+"""Cuts functions out of the library with `ast`, so that a stub remains, and takes from an answer
+what is run.
 
 The library is the solution. Nothing here is a copy of it, so the two cannot differ.
 """
@@ -20,6 +21,7 @@ AROUND = {  # ways to code that is not in scope
     "inspect", "open", "os", "_os", "sys", "_sys"}
 RIVALS = {"verification.py": ("verify", "verify_block"), "methods/trees.py": ("verify_tree",)}
 JUDGES = {name for row in RIVALS.values() for name in row}      # each could stand in for another one
+HELPERS = {"verification.py": ("against", "next_token")}        # half the work of a judge
 
 
 class Refused(Exception):
@@ -69,7 +71,8 @@ def hollow(module, names):
 
 
 def opening(module, text):
-    """The lines with which a student's file of this text begins: imports, and the constants that it names."""
+    """The lines with which a student's file of this text begins: imports, and the constants that it
+    names."""
     named = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
     constants = [ast.unparse(n) for n in ast.parse(source(module)).body
                  if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") in named]
@@ -80,8 +83,8 @@ def opening(module, text):
 
 
 def read(path):
-    """The text of an answer as Python reads it: a byte order mark, another encoding that its first lines
-    name, any kind of line end. Raises Refused, in one line, for bytes that are no text."""
+    """The text of an answer as Python reads it: a byte order mark, another encoding that its first
+    lines name, any kind of line end. Raises Refused, in one line, for bytes that are no text."""
     data = path.read_bytes()
     try:
         text = data.decode(tokenize.detect_encoding(io.BytesIO(data).readline)[0])
@@ -162,8 +165,8 @@ def why_not(name):
 
 
 def check_ways_around(node):
-    """Raise Refused for the usual ways to reach code that is not in scope, such as that of the tests. It
-    stops nobody who means it; it says that this is no answer."""
+    """Raise Refused for the usual ways to reach code that is not in scope, such as the
+    tests. It does not stop a determined student, but it says that this is no answer."""
     for inner in ast.walk(node):
         named = {getattr(inner, key, None) for key in ("id", "attr", "value")} if isinstance(
             inner, (ast.Name, ast.Attribute, ast.Constant)) else {
@@ -184,7 +187,8 @@ def check_rivals(node, names):
 
 
 def sets(node):
-    """The global names that a statement sets, or whose object it changes; "*" where it does not say."""
+    """The global names that a statement sets, or whose object it changes; "*" where it does not
+    say."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return {node.name}
     found = set()
@@ -204,7 +208,8 @@ def sets(node):
 
 
 def uses(node):
-    """The global names that a statement reads, or that its functions will read when they are called."""
+    """The global names that a statement reads, or that its functions will read when they are
+    called."""
     found, tables = set(), [symtable.symtable(ast.unparse(node), "answer", "exec")]
     for table in tables:
         found |= {s.get_name() for s in table.get_symbols() if s.is_global() or table is tables[0]}
@@ -213,9 +218,9 @@ def uses(node):
 
 
 def code(module, names, text, file="answer.py"):
-    """What is run of an answer: the functions `names`, and of the rest what they need, in its order. A trial
-    below them is not run. Raises Refused, in one line, for an answer that cannot be run, and
-    NotImplementedError for one that is still the stub."""
+    """What is run of an answer: the functions `names`, and of the rest what they need, in its
+    order. A trial below them is not run. Raises Refused, in one line, for an answer that cannot be
+    run, and NotImplementedError for one that is still the stub."""
     tree, own = parse(text), ast.parse(source(module))
     news = [answered(tree, name, signature(find(own, name))) for name in names]
     if all(map(is_stub, news)):

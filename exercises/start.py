@@ -1,5 +1,5 @@
-"""Write a student's folder: for each exercise a file with the stub, a picture of what is wanted and, where it
-helps, a slow specification; a README, and rules for coding assistants.
+"""Write a student's folder: for each exercise a file with the stub, a picture of what is wanted
+and, where it helps, a slow specification; a README, and rules for coding assistants.
 
     python exercises/start.py OUT
 

@@ -1,6 +1,8 @@
-"""The exercises: a table of functions of the library, with their tests, and what a student reads about each.
+"""The exercises are a table of functions of the library, each with its tests and what a student
+reads about it.
 
-Neither solutions nor stubs stand here: `splice` cuts them out of the library. The texts are in texts.md.
+There are no solutions and no stubs here, because `splice` cuts them out of the library. The texts
+are in texts.md.
 """
 from pathlib import Path
 from typing import NamedTuple
@@ -25,8 +27,8 @@ class Task(NamedTuple):
 
     @property
     def sitting(self):
-        """Five of three exercises; the later ones belong to the fourth and the fifth, and from 22 on to a
-        sixth."""
+        """Five of three exercises; the later ones belong to the fourth and the fifth, and from 22
+        on to a sixth."""
         later = {16: 4, 17: 5, 18: 4, 19: 5, 20: 4, 21: 4, 22: 6, 23: 6, 24: 6,
                  25: 3, 26: 2}
         return later.get(self.number, 1 + (self.number - 1) // 3)
@@ -53,44 +55,49 @@ def tests(folder="tests", /, **names):
 
 TASKS = [
     Task(1, "softcap, rotate", "model.py", ("softcap", "rotate"), 10, 1, tests(
-        model="softcap_by_hand softcap_leaves_its_input_and_type_alone rotate_by_hand "
-        "rotate_serves_every_shape softcap_and_rotate_hand_gradients_on",
-        properties="rotation_keeps_lengths_and_knows_distances_only")),
+        model="softcap_by_hand rotate_by_hand", properties="rotation_keeps_lengths_and_knows_distances_only")
+        + tests(COURSE, answers="softcap_leaves_its_input_and_type_alone rotate_serves_every_shape "
+                "softcap_and_rotate_hand_gradients_on")),
     Task(2, "frequencies", "model.py", ("frequencies",), 30, 2, tests(
-        model="frequencies_by_hand frequencies_of_linear_scaling_by_hand frequencies_of_llama3_by_hand "
-        "frequencies_of_drawn_settings")),
+        model="frequencies_by_hand frequencies_of_linear_scaling_by_hand frequencies_of_llama3_by_hand")
+        + tests(COURSE, answers="frequencies_of_drawn_settings")),
     Task(3, "RMSNorm.forward", "model.py", ("RMSNorm.forward",), 20, 1, tests(
-        by_hand="a_norm_of_two_numbers a_norm_of_any_shape_and_type a_norm_hands_gradients_on",
-        model="the_norm_of_gemma2_works_in_float32")),
+        by_hand="a_norm_of_two_numbers", model="the_norm_of_gemma2_works_in_float32")
+        + tests(COURSE, answers="a_norm_of_any_shape_and_type a_norm_hands_gradients_on")),
     Task(4, "visible", "model.py", ("visible",), 40, 2, tests(
-        model="visible_in_the_first_block visible_behind_a_filled_cache visible_for_rows_at_different_places "
-        "visible_within_a_window visible_where_slots_are_not_positions visible_in_a_tree",
-        properties="visible_is_its_definition")),
+        model="visible_in_the_first_block")
+        + tests(COURSE, visible="visible_behind_a_filled_cache visible_for_rows_at_different_places "
+                "visible_within_a_window visible_where_slots_are_not_positions visible_in_a_tree")
+        + tests(properties="visible_is_its_definition")),
     Task(5, "Attention.forward", "model.py", ("Attention.forward",), 45, 3, tests(
-        by_hand="an_attention_after_a_filled_cache an_attention_keeps_types an_attention_of_qwen "
-        "an_attention_hands_gradients_on")),
+        by_hand="an_attention_after_a_filled_cache an_attention_keeps_types an_attention_of_qwen")
+        + tests(COURSE, answers="an_attention_hands_gradients_on")),
     Task(6, "KVCache.write", "kvcache.py", ("KVCache.write",), 25, 2, tests(
         by_hand="a_write", model="cached_blocks_equal_the_full_pass[3-gemma2]",
         properties="a_cache_is_a_table_of_slots")),
     Task(7, "to_probs", "sampling.py", ("to_probs",), 35, 2, tests(
-        by_hand="probabilities probabilities_of_drawn_settings probabilities_of_a_large_vocabulary",
+        by_hand="probabilities probabilities_of_drawn_settings",
         sampling="top_p_1_does_nothing_even_to_a_long_tail of_thousands_of_ties_the_lower_ids_stay "
         "a_tiny_temperature_is_no_nan each_row_stands_for_itself "
-        "half_types_are_raised_and_float64_stays a_setting_out_of_range_is_named")),
+        "half_types_are_raised_and_float64_stays a_setting_out_of_range_is_named")
+        + tests(COURSE, answers="probabilities_of_a_large_vocabulary")),
     Task(8, "Coins.choose", "sampling.py", ("Coins.choose",), 20, 1, tests(
-        by_hand="choices choices_of_drawn_weights",
+        by_hand="choices",
         sampling="a_token_of_weight_zero_is_never_chosen a_long_tail_of_small_weights_is_not_lost "
-        "choices_have_any_shape_of_rows weights_of_which_none_counts_give_an_id_all_the_same")),
+        "weights_of_which_none_counts_give_an_id_all_the_same")
+        + tests(COURSE, answers="choices_of_drawn_weights choices_have_any_shape_of_rows")),
     Task(9, "verify", "verification.py", ("verify",), 45, 3, tests(
         by_outcomes="verify_drawn_drafts verify_copied_drafts verify_a_rare_token "
         "where_nothing_is_left[one_row] verify_rows_stand_for_themselves a_batch_without_a_draft[verify] "
-        "where_p_is_almost_q[verify] "
-        "verify_refuses_another_vocabulary long_drafts_of_a_large_vocabulary[verify-None] "
-        "long_drafts_of_a_large_vocabulary[verify-9]", layerskip="the_text_of_a_self_draft_is_the_targets")),
+        "where_p_is_almost_q[verify] verify_refuses_another_vocabulary",
+        layerskip="the_text_of_a_self_draft_is_the_targets")
+        + tests(COURSE, answers="long_drafts_of_a_large_vocabulary[verify-None] "
+                "long_drafts_of_a_large_vocabulary[verify-9]")),
     Task(10, "chain", "drafter.py", ("chain",), 40, 2, tests(
-        by_outcomes="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
+        COURSE, chain="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
         "chain_keeps_the_token_that_stops_it chain_rows_draw_for_themselves chain_rows_end_one_by_one "
-        "chain_lengths chain_rows_of_drawn_rules", layerskip="the_text_of_a_self_draft_is_the_targets")),
+        "chain_lengths chain_rows_of_drawn_rules")
+        + tests(layerskip="the_text_of_a_self_draft_is_the_targets")),
     Task(11, "SelfDraft.propose", "layerskip.py", ("SelfDraft.propose",), 45, 3, tests(
         layerskip="a_draft_is_what_its_sublayers_say what_a_draft_hands_over_is_the_targets "
         "a_copy_in_few_bits_hands_nothing_over "
@@ -106,14 +113,14 @@ TASKS = [
              "a_variance_that_rounding_made_negative "
              "expected_improvement_is_exact_far_below_the_best_and_never_negative")),
     Task(14, "climb", "search.py", ("climb",), 35, 2, tests(
-        gaussian="a_climb_by_hand a_climb_that_takes_back_what_it_did "
-                 "a_climb_ends_where_no_allowed_flip_is_better")),
+        gaussian="a_climb_by_hand a_climb_ends_where_no_allowed_flip_is_better")
+        + tests(COURSE, answers="a_climb_that_takes_back_what_it_did")),
     Task(15, "verify_tree", "methods/trees.py", ("verify_tree",), 60, 3, tests(
         by_outcomes="verify_tree_drawn_siblings verify_tree_copied_siblings "
         "where_nothing_is_left[one_walk] verify_tree_rows_stand_for_themselves "
         "a_batch_without_a_draft[verify_tree] "
-        "where_p_is_almost_q[verify_tree] where_p_is_almost_q[siblings] "
-        "long_drafts_of_a_large_vocabulary[verify_tree-None]")),
+        "where_p_is_almost_q[verify_tree] where_p_is_almost_q[siblings]")
+        + tests(COURSE, answers="long_drafts_of_a_large_vocabulary[verify_tree-None]")),
     Task(16, "alpha", "support/stats.py", ("Counts.alpha",), 10, 1, tests(
         by_hand="alpha_is_no_share_of_drafted_tokens")),
     Task(17, "counterexample", "exercises/published.py", ("counterexample",), 25, 2,
@@ -121,9 +128,10 @@ TASKS = [
     Task(18, "draft_cost, speed, break_even", "exercises/published.py", ("draft_cost", "speed", "break_even"),
          20, 2, tests(COURSE, published="a_published_run drawn_runs")),
     Task(19, "Race.settle", "sampling.py", ("Race.settle",), 25, 2, tests(
-        by_hand="winners_of_a_race winners_of_a_race_share_what_has_one_row what_has_no_chance_never_wins",
+        by_hand="winners_of_a_race what_has_no_chance_never_wins",
         exact="a_race_is_of_the_seed_the_place_and_the_token the_law_of_a_race "
-        "a_draft_by_the_model_itself_wins_every_race")),
+        "a_draft_by_the_model_itself_wins_every_race")
+        + tests(COURSE, answers="winners_of_a_race_share_what_has_one_row")),
     Task(20, "cost_in_bits, best_bits", "exercises/economics.py", ("cost_in_bits", "best_bits"), 25, 2,
          tests(COURSE, economics="the_cost_of_few_bits the_best_bits the_best_bits_on_drawn_machines")),
     Task(21, "pass_seconds, largest_batch", "exercises/economics.py", ("pass_seconds", "largest_batch"),

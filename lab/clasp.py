@@ -57,14 +57,14 @@ class Nearest(SelfDraft):
 
     def observe(self, state, r):
         super().observe(state, r)
-        if max(map(len, state.known)) >= self.due:
+        if max(state.lengths) >= self.due:
             rows = zip(state.known, r.new, strict=True)
             first = state.send([[len(text) - len(new) - 1] for text, new in rows])
             self.look(state, r.trace, first, self.which(state, r))
 
     def look(self, state, trace, first, which):
         """first (B, 1): where each row's trace begins; which (B, N): the tokens in it whose states count."""
-        self.due, at = max(map(len, state.known)) + self.every, first + which
+        self.due, at = max(state.lengths) + self.every, first + which
         states = [self.model.embed(state.read(at)), *(pick(trace[tap], which) for tap in self.taps)]
         B, N = at.shape
 

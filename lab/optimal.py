@@ -13,7 +13,6 @@ import torch
 
 from files import check_writable, replacing
 from lab.spectr import chances
-from lab.traversal import verify_traversal
 from methods.trees import verify_tree
 from notebooks.outcomes import every_path, probability, total
 from notebooks.plots import HUES, axes
@@ -25,7 +24,7 @@ TREES = {"chain of 2": [0, 1], "chain of 3": [0, 1, 2], "2 siblings": [0, 0],
          "2 siblings, 1 child": [0, 0, 1], "2 siblings, a child each": [0, 0, 1, 2]}
 
 
-LOOKS = {"token by token": (0, "o"), "in turn": (0, "o"), "block": (1, "s"), "traversal": (1, "s"),
+LOOKS = {"token by token": (0, "o"), "in turn": (0, "o"), "block": (1, "s"),
          "k-SEQ": (4, "D"), "optimum": (2, "^"), "agreement": (3, "v")}     # (hue, mark) in the picture
 
 
@@ -152,7 +151,6 @@ def rules(parents, p, q):
     found = {"token by token": accepted(verify_tree, p, q, parents)}
     if chain:
         found["block"] = accepted(chain_rule(verify_block), p, q, parents)
-    found["traversal"] = accepted(verify_traversal, p, q, parents)
     found["optimum"] = optimum(p, q, parents)
     if chain:
         found["agreement"] = agreement(p, q, len(parents))
@@ -174,8 +172,6 @@ def draw(shapes, one_place, path):
         found = sorted(shapes[name], key=lambda row: row["optimum"])
         for rule in found[0]:
             hue, mark = LOOKS[rule]
-            if rule == "traversal" and "block" in found[0]:     # the same numbers
-                continue
             size, fill = (8, "none") if rule == "optimum" else (4, HUES[hue])
             side.plot([row[rule] for row in found], ls="", marker=mark, ms=size, color=HUES[hue], mfc=fill,
                       label=rule)
@@ -221,8 +217,8 @@ def main(argv=None):
     if a.picture:
         check_writable(Path(a.picture))
     shapes, one_place = tables(a.pairs)
-    names = ["token by token", "block", "traversal", "optimum", "agreement"]
-    print(f"| accepted tokens, mean of {a.pairs} pairs | {' | '.join(names)} |", "|---" * 6 + "|", sep="\n")
+    names = ["token by token", "block", "optimum", "agreement"]
+    print(f"| accepted tokens, mean of {a.pairs} pairs | {' | '.join(names)} |", "|---" * 5 + "|", sep="\n")
     for name, rows in shapes.items():
         cells = [f"{statistics.fmean(row[rule] for row in rows):.3f}" if rule in rows[0] else ""
                  for rule in names]

@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
-import generate
 from control import Confidence, weight_costs
 from drafter import NGram
 from files import write_file
@@ -42,7 +41,7 @@ from machine.tapes import Graph, Joined, Program, Tape
 from machine.tolerance import distance
 from model import SPARE, Placement
 from speculative import rounds
-from support import cli
+from support import cli, generate
 from support.measure import interleave
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -43,7 +43,7 @@ class SWIFT(Wrapper):
 
     def begin(self, state, trace):
         super().begin(state, trace)
-        self.start, self.best = [len(text) for text in state.known], None
+        self.start, self.best = state.lengths, None
 
     def observe(self, state, r):
         super().observe(state, r)

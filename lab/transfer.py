@@ -25,7 +25,7 @@ class TransferDraft(MedusaDraft):
 
     def last(self, state):
         """The final states of each row's pseudo states. (B, N, dim)"""
-        head, N = self.head, max(1, min(self.head.steps, max(state.left) - 1))
+        head, N = self.head, max(1, min(self.head.steps, max(state.room)))
         if head.taps:
             x = super().last(state)                                             # (B, 1, dim)
         else:

@@ -61,13 +61,13 @@ class Part(NamedTuple):
     def read(self, stored, shape):
         """This process's slice of a stored tensor, where `shape` is smaller than the tensor."""
         cuts = []
-        for whole, own in zip(stored.get_shape(), shape, strict=True):
+        for whole, own in zip(stored.shape, shape, strict=True):
             first = min(self.rank * own, whole - own)   # where uneven, the last slice overlaps
             cuts.append(slice(first, first + own))
         return stored[tuple(cuts)].contiguous()
 
 
-def place():
+def here():
     """The Part of this process: its rank, and the number of processes."""
     alone = not (dist.is_available() and dist.is_initialized())
     return Part(0, 1) if alone else Part(dist.get_rank(), dist.get_world_size())
@@ -79,7 +79,7 @@ def talk(collective, *args):
     try:
         collective(*args)
     except RuntimeError as e:
-        rank, world = place()
+        rank, world = here()
         raise ConnectionError(f"process {rank} of {world} has lost the others: one of them has "
                               f"ended, or does not answer ({str(e).splitlines()[0]})") from None
 
@@ -104,14 +104,14 @@ class Joined(Matrix):
     def __init__(self, own, N):
         super().__init__(own.dtype)
         self.own = own
-        self.twice = len(own) * place()[1] - N
+        self.twice = len(own) * here()[1] - N
 
     def product(self, x):
         return self.gather(F.linear(x, self.own))
 
     def gather(self, y):
         """(..., own rows) of each process -> (..., N)"""
-        parts = [torch.empty_like(y) for _ in range(place()[1])]
+        parts = [torch.empty_like(y) for _ in range(here()[1])]
         talk(dist.all_gather, parts, y)
         return torch.cat([*parts[:-1], parts[-1][..., self.twice :]], -1)
 
@@ -121,10 +121,10 @@ class Joined(Matrix):
         return self.gather(own.T.contiguous()).T[ids]
 
 
-def join(model):
-    """Join the parts that `checkpoint.load(..., part=place())` read in each process into one
+def unite(model):
+    """Join the parts that `checkpoint.load(..., part=here())` read in each process into one
     model."""
-    rank, world = place()
+    rank, world = here()
     V = model.c.vocab_size
     own = model.head
     if own is None:     # tied: the head is a slice of the embeddings, which are here in full
@@ -160,7 +160,7 @@ class Agreed(Coins):
 def agreed(value):
     """The value that rank 0 has; any other process may have another, as one with random numbers of
     its own does. Tensors must be on the CPU."""
-    if place() == (0, 1):
+    if here() == (0, 1):
         return value
     box = [value]
     talk(dist.broadcast_object_list, box, 0)
@@ -169,7 +169,7 @@ def agreed(value):
 
 def agreed_draft(draft):
     """The Draft of rank 0, without what the model has already computed for it."""
-    if place() == (0, 1):
+    if here() == (0, 1):
         return draft
     device = draft.tokens.device
     return moved(agreed(moved(replace(draft, reuse=None), "cpu")), device)

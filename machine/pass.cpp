@@ -176,17 +176,18 @@ template <Kind type> struct Running {
             to = p.slots[r] + 1;
             from = block.window && to > block.window ? to - block.window : 0;
         }
-        float *s = &b.scores[omp_get_thread_num() * p.S], *y = &b.row[(r * m.heads + h) * D];
-        float largest = -INFINITY, sum = 0;
+        float *s = &b.scores[omp_get_thread_num() * pad(p.S)], *y = &b.row[(r * m.heads + h) * D];
+        float largest = -INFINITY;
         for (long t = from; t < to; t++) s[t] = dot(q, keys + t * D, D);
         if (m.softcap > 0)
             for (long t = from; t < to; t++) s[t] = capped(s[t], m.softcap);
         if (mask)
             for (long t = from; t < to; t++) s[t] = mask[t] ? s[t] : -INFINITY;
+        #pragma omp simd reduction(max : largest)
         for (long t = from; t < to; t++) largest = s[t] > largest ? s[t] : largest;
         for (long t = from; t < to; t++)
             s[t] = s[t] == -INFINITY ? 0 : exponential(s[t] - largest);
-        for (long t = from; t < to; t++) sum += s[t];
+        float sum = sum_of(s, from, to);
         long d = 0;
         for (; d + 4 * LANES <= D; d += 4 * LANES) mean<4>(s, values + d, y + d, from, to, sum);
         for (; d + LANES <= D; d += LANES) mean<1>(s, values + d, y + d, from, to, sum);
@@ -195,6 +196,15 @@ template <Kind type> struct Running {
             for (long t = from; t < to; t++) one += s[t] * values[t * D + d];
             y[d] = rounded<type>(one / sum);
         }
+    }
+
+    // A slot has its lane wherever the sum begins and ends: a tree's ends later, and adds zeros.
+    float sum_of(float *s, long from, long to) {
+        vf sum = {};
+        for (long t = to; t % LANES; t++) s[t] = 0;
+        for (; from % LANES; from--) s[from - 1] = 0;
+        for (long t = from; t < to; t += LANES) sum += floats(s + t);
+        return total(sum);
     }
 
     // n vectors of the mean of the values, weighted by s.
@@ -226,7 +236,8 @@ template <Kind type> struct Running {
         for (long r = 0; r < R; r++)
             for (long first = 0; first < H; first += STEP) {
                 const float *gate = &b.sums[2 * r * H], *up = gate + H;
-                for (long i = first; i < H && i < first + STEP; i++) {
+                long last = first + STEP < H ? first + STEP : H;
+                for (long i = first; i < last; i++) {
                     float g = rounded<type>(gate[i]), u = rounded<type>(up[i]);
                     float active = rounded<type>(m.gelu ? gelu(g) : silu(g));
                     b.row[r * H + i] = rounded<type>(active * u);
@@ -242,7 +253,7 @@ template <Kind type> struct Running {
         grow(b.row, R * widest);
         grow(b.sums, R * (m.blocks->wqkv.n + m.dim + 2 * m.hidden));
         grow(b.q, R * m.heads * D);
-        grow(b.scores, p.threads * p.S);
+        grow(b.scores, p.threads * pad(p.S));
         grow(b.in, R * 4 * pad(widest));
         #pragma omp parallel num_threads(p.threads)
         {

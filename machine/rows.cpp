@@ -12,7 +12,6 @@
 //
 // Each sum has two accumulators and adds in one order, whatever the number of rows, of outputs or
 // of threads. So a row of y has the same bits alone and among others.
-#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #ifdef __AVX512F__
@@ -25,6 +24,9 @@
 #endif
 #define STEP 64         // weights that are read together
 #define AHEAD 4096      // bytes between what is prefetched and what is used
+#define CACHE 32768     // bytes of x that the first cache holds. Longer rows are cut into pieces:
+#define PIECE 1024      // so many numbers of each row stay there,
+#define OUTPUTS 8       // while so many outputs use them
 #define INLINE static inline __attribute__((always_inline))
 
 // Vectors, which the compiler turns into the processor's own. They may begin at any address.
@@ -36,6 +38,7 @@ typedef VECTOR(uint32_t, LANES) vu;
 typedef VECTOR(uint16_t, LANES) vh;
 
 enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, INT8_ROUNDED, INT4_ROUNDED };
+constexpr long BITS[] = {32, 16, 16, 8, 4, 8, 4};      // of a weight of each kind
 
 struct Weight {                 // a matrix (n, k); rows of whole numbers are padded to whole steps
     const char *data;
@@ -58,16 +61,6 @@ template <class T> INLINE T get(const void *p) {
 INLINE long pad(long k) { return (k + STEP - 1) / STEP * STEP; }
 INLINE vf floats(const void *p) { return *(const vf *)p; }
 
-INLINE float wide(uint16_t h) {         // bfloat16 is the upper half of a float32
-    uint32_t bits = (uint32_t)h << 16;
-    return get<float>(&bits);
-}
-
-INLINE uint16_t bfloat16(float f) {     // the nearest, and of two the even one
-    uint32_t bits = get<uint32_t>(&f);
-    return f == f ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
-}
-
 INLINE float total(vf v) {              // by halves: one by one, each addition would wait
     typedef VECTOR(float, 4) four;
     four sum = {};
@@ -88,8 +81,11 @@ template <Kind kind> INLINE vf weights_of(At w, int i) {
 // --- one step: sum[m] += 64 weights times the numbers k .. k+63 of row m of x, of K in all
 
 template <Kind kind> struct Floats {            // x as float32
-    static long row(long K) { return 4 * K; }   // bytes of a row of x
-    template <int M> INLINE void add(vf (*sum)[2], At w, const char *x, long k, long K) {
+    static const long bits = BITS[kind];
+    static const bool cut = kind == BFLOAT16;   // whether long rows are cut (more to compile)
+    static size_t row(size_t K) { return 4 * K; }   // bytes of a row of x
+    template <int M> INLINE void end(vf (*)[2], const uint16_t *, const char *, size_t) {}
+    template <int M> INLINE void add(vf (*sum)[2], At w, const char *x, size_t k, size_t K) {
         #pragma GCC unroll 16
         for (int i = 0; i < STEP / LANES; i++) {
             vf weights = weights_of<kind>(w, i);
@@ -102,17 +98,17 @@ template <Kind kind> struct Floats {            // x as float32
 
 #ifdef __AVX512BF16__
 struct Pairs {                                  // x as bfloat16: one instruction takes 32 pairs
-    static long row(long K) { return 2 * K; }
-    template <int M> INLINE void add(vf (*sum)[2], At w, const char *x, long k, long K) {
-        #pragma GCC unroll 2
-        for (int i = 0; i < 2; i++) {
-            __m512bh weights = (__m512bh)_mm512_loadu_si512(w.data + 64 * i);
-            #pragma GCC unroll 8
-            for (int m = 0; m < M; m++) {
-                const char *numbers = x + m * row(K) + 2 * k + 64 * i;
-                __m512bh pairs = (__m512bh)_mm512_loadu_si512(numbers);
-                sum[m][i] = (vf)_mm512_dpbf16_ps((__m512)sum[m][i], weights, pairs);
-            }
+    static const long bits = 16;
+    static const bool cut = true;
+    static size_t row(size_t K) { return 2 * K; }
+    template <int M> INLINE void end(vf (*)[2], const uint16_t *, const char *, size_t) {}
+    template <int M> INLINE void add(vf (*sum)[2], At w, const char *x, size_t k, size_t K) {
+        auto below = get<__m512bh>(w.data), above = get<__m512bh>(w.data + 64);
+        #pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            const char *numbers = x + m * row(K) + 2 * k;
+            sum[m][0] = (vf)_mm512_dpbf16_ps((__m512)sum[m][0], below, get<__m512bh>(numbers));
+            sum[m][1] = (vf)_mm512_dpbf16_ps((__m512)sum[m][1], above, get<__m512bh>(numbers + 64));
         }
     }
 };
@@ -120,28 +116,41 @@ struct Pairs {                                  // x as bfloat16: one instructio
 typedef Floats<BFLOAT16> Pairs;
 #endif
 
-// --- the loops. S: what does a step; bits: of a weight
+// --- the loops. S: what does a step
+// sum += the weights from .. to-1 of row n times x. ahead: bytes from these to what is prefetched
+template <class S, int M>
+INLINE void add(const Weight &w, size_t n, size_t from, size_t to, long ahead, const char *x,
+                vf (*sum)[2]) {
+    const size_t K = pad(w.k), bits = S::bits;
+    size_t stored = bits < 16 ? K : w.k;        // weights of a row
+    size_t whole = stored / STEP * STEP;
+    const uint16_t *steps = w.groups + (n * 2 * K + from) / 32;
+    At at = {w.data + (n * stored + from) * bits / 8, steps, steps + K / 32};
+    vf s[M][2];
+    #pragma GCC unroll 16
+    for (int i = 0; i < 2 * M; i++) s[i / 2][i % 2] = sum[i / 2][i % 2];
+    size_t k = from;
+    for (; k < to && k < whole; k += STEP) {
+        // into the second cache (2): in the first, weights would take the place of x
+        for (size_t i = 0; i < 8 * bits; i += 64) __builtin_prefetch(at.data + ahead + i, 0, 2);
+        S::template add<M>(s, at, x, k, K);
+        at.data += STEP * bits / 8;
+        at.steps += STEP / 32;
+        at.offsets += STEP / 32;
+    }
+    if (k < to) {                               // the rest of a row; x is padded with zeros
+        char rest[4 * STEP] = {};
+        memcpy(rest, at.data, (w.k - whole) * bits / 8);
+        at.data = rest;
+        S::template add<M>(s, at, x, k, K);
+    }
+    #pragma GCC unroll 16
+    for (int i = 0; i < 2 * M; i++) sum[i / 2][i % 2] = s[i / 2][i % 2];
+}
 
 template <class S, int M>
-static void tile(const Weight &w, long bits, long n, const char *x, float *y) {
-    long K = pad(w.k);
-    long stored = bits < 16 ? K : w.k;          // weights of a row
-    long whole = stored / STEP * STEP;
-    const char *row = w.data + n * stored * bits / 8;
-    const uint16_t *steps = w.groups + n * K / 16;
-    const uint16_t *offsets = steps + K / 32;
-    vf sum[M][2] = {};
-    for (long k = 0; k < whole; k += STEP) {
-        At at = {row + k * bits / 8, steps + k / 32, offsets + k / 32};
-        // into the second cache (2): in the first, weights would take the place of x
-        for (int i = 0; i < STEP * bits / 8; i += 64) __builtin_prefetch(at.data + AHEAD + i, 0, 2);
-        S::template add<M>(sum, at, x, k, K);
-    }
-    if (whole < K) {                            // the rest of a row; x is padded with zeros
-        char rest[4 * STEP] = {};
-        memcpy(rest, row + whole * bits / 8, (w.k - whole) * bits / 8);
-        S::template add<M>(sum, At{rest, steps, offsets}, x, whole, K);
-    }
+INLINE void finish(const Weight &w, long n, const char *x, vf (*sum)[2], float *y) {
+    S::template end<M>(sum, w.groups + (2 * n + 1) * pad(w.k) / 32, x, pad(w.k));
     #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
         float dot = total(sum[m][0] + sum[m][1]);
@@ -149,25 +158,43 @@ static void tile(const Weight &w, long bits, long n, const char *x, float *y) {
     }
 }
 
-// y (M, n). Called by all threads of a parallel region: each takes some outputs, with all rows.
-template <class S> static void loop(const Weight &w, long bits, const char *x, float *y, long M) {
-    #pragma omp for schedule(static)
-    for (long n = 0; n < w.n; n++) {
-        const char *in = x;
-        float *out = y;
-        long left = M;
-        for (; left >= TILE; left -= TILE, in += TILE * S::row(pad(w.k)), out += TILE * w.n)
-            tile<S, TILE>(w, bits, n, in, out);
-        switch (left) {
-            case 1: tile<S, 1>(w, bits, n, in, out); break;
-            case 2: tile<S, 2>(w, bits, n, in, out); break;
-            case 3: tile<S, 3>(w, bits, n, in, out); break;
-#if TILE == 8
-            case 4: tile<S, 4>(w, bits, n, in, out); break;
-            case 5: tile<S, 5>(w, bits, n, in, out); break;
-            case 6: tile<S, 6>(w, bits, n, in, out); break;
-            case 7: tile<S, 7>(w, bits, n, in, out); break;
-#endif
-        }
+// The outputs first .. first+count-1. Several of them use each piece of x in turn.
+template <class S, int M>
+static void tile(const Weight &w, long first, long count, const char *x, float *y) {
+    const long K = pad(w.k), bits = S::bits;
+    long bytes = (bits < 16 ? K : w.k) * bits / 8;      // of a row of the matrix
+    if (count == 1) {                                   // the sums stay in registers
+        vf sum[M][2] = {};
+        add<S, M>(w, first, 0, K, AHEAD, x, sum);
+        return finish<S, M>(w, first, x, sum, y);
     }
+    if constexpr (S::cut) {
+        vf sums[OUTPUTS][M][2] = {};
+        for (long from = 0; from < K; from += PIECE) {
+            long to = from + PIECE < K ? from + PIECE : K;
+            for (long i = 0; i < count; i++) {
+                long next = i + AHEAD * 8 / (PIECE * bits);
+                long ahead = (next % count - i) * bytes + (next < count ? 0 : PIECE) * bits / 8;
+                add<S, M>(w, first + i, from, to, ahead, x, sums[i]);
+            }
+        }
+        for (long i = 0; i < count; i++) finish<S, M>(w, first + i, x, sums[i], y);
+    }
+}
+
+template <class S, int M>
+static void tile_of(long rows, const Weight &w, long n, long count, const char *x, float *y) {
+    if (rows == M) return tile<S, M>(w, n, count, x, y);
+    if constexpr (M > 1) tile_of<S, M - 1>(rows, w, n, count, x, y);
+}
+
+// y (M, n). Called by all threads of a parallel region: each takes some outputs, with all rows.
+template <class S> static void loop(const Weight &w, const char *x, float *y, long M) {
+    long bytes = S::row(pad(w.k));
+    long group = S::cut && bytes * (M < TILE ? M : TILE) > CACHE ? OUTPUTS : 1;
+    #pragma omp for schedule(static)
+    for (long n = 0; n < w.n; n += group)
+        for (long m = 0; m < M; m += TILE)
+            tile_of<S, TILE>(M - m < TILE ? M - m : TILE, w, n, w.n - n < group ? w.n - n : group,
+                             x + m * bytes, y + m * w.n);
 }

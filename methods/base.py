@@ -2,8 +2,8 @@
 it.
 
 A head learns to predict the model's next tokens from states that the model computes anyway. The
-model does not change, and neither does its text. Each kind is a file of its own: what it is, what
-it learns to predict, and how it drafts.
+model does not change, and neither does its text. Each kind has a file of its own, which says what
+it is, what it learns to predict, and how it drafts.
 """
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from control import MOST
-from drafter import Drafter, observed
+from drafter import Drafter
 from kvcache import KVCache, pick
 from layerskip import same_model
 from methods.trees import Siblings
@@ -54,9 +54,9 @@ def graft(model, first, count, hidden_dim=None, kind=Transformer):
 
 @dataclass(frozen=True)
 class Price:
-    """What one drafted token costs: `trunk` blocks of the model, `weights` of the head's own and the
-    share `output` of the output head. `reads` tells whether its attention covers the whole text,
-    and `longest` is the longest draft."""
+    """What one drafted token costs, in `trunk` blocks of the model, `weights` of the head's own and
+    the share `output` of the output head. `reads` tells whether its attention covers the whole
+    text, and `longest` is the longest draft."""
     weights: float
     trunk: int = 0
     output: float = 1.0
@@ -112,20 +112,20 @@ class Head:
 class Reader(Drafter):
     """A drafter with its own block, whose cache holds the text and, while it drafts, its draft.
 
-    It keeps the target's states of all written tokens, also from rounds in which another drafter
+    It notes the target's states of all written tokens, even in rounds in which another drafter
     drafts, and its block reads them before its own next draft. After two such rounds:
 
         slot      0  1  2  3  4  5  6
-        token     a  b  c  d  e  f  g       g is the last known token: the target has not run it yet
-        noted     a  b  c  d  e  f  .       the target's state of each (if late = 1: a slot later)
-        cache     a  b  c  .  .  .  .       held: 3 slots agree with the text; unread: d, e, f
+        token     a  b  c  d  e  f  g       g is the last known token, which the target has not run
+        noted     a  b  c  d  e  f  .       the target's state of each (a slot later if late = 1)
+        cache     a  b  c  .  .  .  .       3 slots are held; d, e and f are unread
 
-    Reading a token again is harmless: in a batch each row reads as many tokens as the row that
-    misses the most. What a rejected draft left in the cache is overwritten before it is read.
+    In a batch, all rows re-read as many tokens as the row that is furthest behind, because reading
+    a token again is harmless. What a rejected draft left in the cache is overwritten before it is
+    read.
     """
     # the block reads the state of a token together with the token that many places after it
     late = 0
-    ahead = observed
 
     def __init__(self, head, *args):
         super().__init__(*args)
@@ -185,7 +185,6 @@ class Reader(Drafter):
 
 class LastState(Drafter):
     """Keeps the state of the last token read."""
-    ahead = observed
 
     def __init__(self, head, rule):
         super().__init__(rule)

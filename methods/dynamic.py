@@ -1,9 +1,9 @@
-"""A draft that changes while it runs, as published: DEL chooses the block to exit after.
+"""A draft that changes while it runs, as published. DEL chooses the block to exit after.
 
 The target verifies every round, however it was drafted, so a drafter may change its sub-layers
-between any two rounds. Learning is nearly free: it uses states that drafting and verifying compute
-anyway. In a batch the rows share one choice, since they share each pass. The constants are the
-published ones.
+between any two rounds. Learning is nearly free, because it uses states that drafting and verifying
+compute anyway. In a batch the rows share one choice, since they share each pass. The constants are
+the published ones.
 """
 import torch
 
@@ -12,10 +12,14 @@ from kvcache import pick
 from layerskip import SelfDraft, early_exit, same_model
 from sampling import raw_probs
 
+OMEGA = 0.95    # the share of the counts that remains when a round is scored
+WINDOW = 32     # how many of the prompt's last tokens are scored
+
 
 def overlaps(probs, p, logits):
-    """The acceptance rate of a draft at each place, the sum of min(p, q), and its confidence there,
-    the largest raw probability. p (..., V), logits (..., V) -> two tensors (...), float64."""
+    """The acceptance rate of a draft at each place, which is the sum of min(p, q), and its
+    confidence there, which is the largest raw probability. p (..., V), logits (..., V) -> two
+    tensors (...), float64."""
     both = torch.minimum(p, probs(logits)).double().sum(-1)
     return both.clamp(max=1), raw_probs(logits).amax(-1).double()
 
@@ -24,38 +28,36 @@ class DEL(SelfDraft):
     """Exit after the block that promises the most tokens for the layers that run, and stop when the
     draft is unsure (DEL, arXiv 2504.05598).
 
-    What exit l would have drafted at each place of the last round is known without drafting: its
-    *shadow token*, from the states of drafting and verifying. DEL counts how many shadow tokens
-    would have been accepted and rejected, with the exit's confidence; old counts fade by `omega`
-    per round. The exit with the best expected speed drafts up to `gamma` tokens. It stops after a
-    token whose confidence is below a threshold, midway between its mean confidence in accepted and
-    in rejected shadows.
+    The token that an exit would have drafted at each place of the last round is known without
+    drafting, from the states of drafting and verifying. It is called a *shadow token*. DEL counts
+    how many shadow tokens would have been accepted and rejected, with the exit's confidence. Old
+    counts fade. The exit with the best expected speed drafts up to `gamma` tokens. It stops after a
+    token whose confidence is below a threshold, which lies midway between its mean confidence in
+    accepted and in rejected shadows.
 
-    Differences from the paper: `costs` include the head, where the paper counts layers; nothing is
-    drafted if nothing gains. Counts start from a hit at confidence 1 and a miss at 0, as the
-    paper's threshold is NaN until both occur. When sampling, a shadow counts as the sum of
-    min(p, q), not as a match of the likeliest tokens. Each shadow costs a product with the head:
-    score few `exits`, or every n-th round.
+    It differs from the paper in four ways. The costs include the head, where the paper counts
+    layers. Nothing is drafted if nothing gains. Counts start from a hit at confidence 1 and a miss
+    at 0, because the paper's threshold is NaN until both occur. When sampling, a shadow counts as
+    the sum of min(p, q), not as a match of the likeliest tokens. Each shadow costs a product with
+    the head, so it may score few `exits`, or only every n-th round (`every`).
     """
 
-    def __init__(self, model, gamma=18, exits=None, costs=None, omega=0.95, every=1, window=32):
+    def __init__(self, model, gamma=18, exits=None, every=1):
         L = model.c.n_layers
         self.exits = list(range(1, L)) if exits is None else list(exits)
         super().__init__(model, early_exit(L, self.exits[0]), Confidence(0.5, gamma))
         self.taps = (*(2 * e - 1 for e in self.exits), 2 * L - 1)
-        costs = costs or weight_costs(model.c)
+        costs = weight_costs(model.c)
         self.costs = [costs.step(early_exit(L, e)) for e in self.exits]
-        self.omega = omega
         self.longest = gamma
         self.every = every
-        self.window = window
         self.counts = torch.zeros(4, len(self.exits), dtype=torch.float64)
         self.round = 0
 
     def begin(self, state, trace):
         same_model(self.model, state)
         super().begin(state, trace)
-        last = torch.arange(-self.window, 0, device=state.n.device)
+        last = torch.arange(-WINDOW, 0, device=state.n.device)
         slots = state.n[:, None] + last                                         # (B, window)
         trace = {tap: pick(x, slots.clamp(min=0)) for tap, x in trace.items()}
         p = state.probs(self.model.unembed(trace[self.taps[-1]]))
@@ -70,18 +72,18 @@ class DEL(SelfDraft):
 
     def score(self, state, trace, p, true):
         """Count what every exit would have drafted where `true` (B, T) says that all tokens before
-        were accepted, and choose the exit. p (B, T, V): the target's distribution after each
+        were accepted, and choose the exit. p (B, T, V) is the target's distribution after each
         place."""
         states = torch.stack([trace[tap] for tap in self.taps[:-1]])            # (E, B, T, dim)
         logits = self.model.unembed(states.flatten(0, 1)).unflatten(0, states.shape[:2])
         hit, sure = overlaps(state.probs, p, logits)                            # (E, B, T) both
         parts = torch.stack([hit, 1 - hit, hit * sure, (1 - hit) * sure])
-        self.counts = self.omega * self.counts + (parts * true).sum((2, 3)).cpu()           # (4, E)
+        self.counts = OMEGA * self.counts + (parts * true).sum((2, 3)).cpu()           # (4, E)
         hits, misses, sure_hits, sure_misses = self.counts
         alphas = (hits + 1) / (hits + misses + 2)
         bars = ((sure_hits + 1) / (hits + 1) + sure_misses / (misses + 1)) / 2
         best = 1.0
-        self.rule.longest = 0                                              # do not draft if none gains
+        self.rule.longest = 0       # do not draft if none gains
         rows = zip(self.exits, alphas.tolist(), self.costs, bars.tolist(), strict=True)
         for e, alpha, cost, bar in rows:
             speed = expected_speedup(alpha, best_gamma(alpha, cost, self.longest), cost)

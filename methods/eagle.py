@@ -1,4 +1,4 @@
-"""EAGLE (arXiv 2401.15077): one block drafts from the model's final states, token after token."""
+"""EAGLE (arXiv 2401.15077). One block drafts from the model's final states, token after token."""
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -21,16 +21,15 @@ class EagleBlock(Transformer):
 
 
 class Eagle(Head):
-    """EAGLE (arXiv 2401.15077): a block that reads each token's embedding and the final state of
-    the token before it, from which the target chose it. After a drafted token it reads its own
-    output instead. The paper maps both with one matrix (dim, 2 dim); ours, (dim, dim), maps the
-    state and starts at zero.
+    """A block that reads each token's embedding and the final state of the token before it, from
+    which the target chose it. After a drafted token it reads its own output instead. The paper maps
+    both with one matrix (dim, 2 dim). Ours is (dim, dim), maps the state alone and starts at zero.
 
     It is trained on the first token of a draft, and on the second, which reads the block's output
-    (HASS, arXiv 2408.15766); later tokens are drafted like the second.
+    (HASS, arXiv 2408.15766). Later tokens are drafted like the second.
 
-    fused: it reads a mix of the final state and of the states after a quarter and half of the
-    blocks (EAGLE-3, arXiv 2503.01840, section 3.1), at first the final state alone.
+    If `fused`, it reads a mix of the final state and of the states after a quarter and half of the
+    blocks (EAGLE-3, arXiv 2503.01840, section 3.1). The mix starts as the final state alone.
     """
     kind = "eagle"
     reach = 2   # steps that it is trained on; more can be evaluated
@@ -82,9 +81,7 @@ class Eagle(Head):
 
 
 class EagleDraft(Reader):
-    """A block that reads a token and the final state of the token before it; for a drafted token,
-    its own output instead of that state (EAGLE, arXiv 2401.15077). It reads D last, with all unread
-    tokens."""
+    """The drafter of an Eagle. It reads D last, together with all unread tokens."""
     late = 1
 
     def inputs(self, state, slots):

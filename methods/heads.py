@@ -1,4 +1,4 @@
-"""The trained heads: the table of their kinds, their prices and their files.
+"""The trained heads. Here are the table of their kinds, their prices and their files.
 
     kind        reads                            predicts                       its own weights
     Kangaroo    the state after block E          the next token                 an attention
@@ -39,8 +39,8 @@ SHAPE = attrgetter(     # of a model: its heads fit every other model of this sh
 
 def pricing(head, costs=None):
     """n -> the cost of a drafted token after n others, relative to a target pass, by a Costs table
-    or by weights. The head's own weights are not in the table: each costs as much as a weight of
-    the model's blocks or of its output head, whichever costs more."""
+    or counting the weights read. The head's own weights are not in the table. Each is taken to cost
+    as much as a weight of the model's blocks or of its output head, whichever costs more."""
     price = head.price
     by_count = weight_costs(head.model.c)
     costs = costs or by_count
@@ -82,8 +82,8 @@ def save(head, folder):
 
 
 def facts(folder):
-    """What `save` noted of a head: its "kind" and "shape", the shape of its "model", and
-    "ranks"."""
+    """What `save` noted of a head, which is its "kind", its "shape", the shape of its "model" and
+    its "ranks"."""
     path = Path(folder) / FILE
     with checkpoint.guarded(f"{path}: no trained heads for this model"):
         noted = json.loads(safe_open(path, framework="pt").metadata()["heads"])

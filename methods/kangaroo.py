@@ -1,5 +1,5 @@
-"""Kangaroo (arXiv 2404.18911): exit after some blocks, through a small adapter of its own. And
-lucidrains' "extra block", where the adapter is a whole block."""
+"""Kangaroo (arXiv 2404.18911) exits after some blocks, through a small adapter of its own. In
+lucidrains' "extra block" the adapter is a whole block."""
 from layerskip import SelfDraft, early_exit
 from methods.base import Head, Price, Reader, graft
 from model import Placement
@@ -32,15 +32,15 @@ class ExitBlock(Head):
 
 
 class Kangaroo(ExitBlock):
-    """The adapter of Kangaroo (arXiv 2404.18911, section 3.1): attention without an MLP."""
+    """The adapter of Kangaroo (arXiv 2404.18911, section 3.1) is attention without an MLP."""
     kind = "kangaroo"
     sublayers = [0]
     lacks = "mlp", "mlp_norm", "mlp_post"
 
 
 class ExitDraft(Reader, SelfDraft):
-    """Early exit with an adapter before the model's head (Kangaroo, arXiv 2404.18911), whose cache
-    holds the text before D. The paper's second early exit is a rule: `control.Confidence(0.6)`."""
+    """Early exit with an adapter before the model's head, whose cache holds the text before D. The
+    paper's second early exit is the rule `control.Confidence(0.6)`."""
 
     def __init__(self, head, rule):
         sublayers = early_exit(head.model.c.n_layers, head.price.trunk)

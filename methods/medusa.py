@@ -1,4 +1,4 @@
-"""Medusa (arXiv 2401.10774): one head for each of the next tokens, all from one state."""
+"""Medusa (arXiv 2401.10774) has a head for each of the next tokens, all of which read one state."""
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,13 +9,12 @@ from methods.trees import branch
 
 
 class Medusa(Head):
-    """Residual blocks on the final state (Medusa, arXiv 2401.10774, section 2.1): head k computes W
-    (x + silu(W_k x)), where W_k starts at zero, and W is the model's final norm and output head. In
-    the paper each head trains a W of its own, which with a large vocabulary is much larger than
-    W_k.
+    """Residual blocks on the final state (section 2.1). Head k computes W (x + silu(W_k x)), where
+    W_k starts at zero, and W is the model's final norm and output head. In the paper each head
+    trains a W of its own, which with a large vocabulary is much larger than W_k.
 
-    markov: the rank of a bias from the token before, W_2 W_1[token] (DeepSpec's DSpark), shared by
-    all heads; 0: none. With it a head knows what the head before it drafted.
+    With `markov` > 0, all heads share a bias from the token before, W_2 W_1[token], of that rank
+    (DeepSpec's DSpark). So a head knows what the head before it drafted.
     """
     kind = "medusa"
     branches = True
@@ -35,8 +34,8 @@ class Medusa(Head):
             self.weights.bias = nn.Parameter(model.tok.new_zeros(V, markov))
 
     def after(self, x, k, before):
-        """The raw logits (B, T, V) of head k, from 0 on, after final states x (B, T, dim): for the
-        token k + 1 places after the next. before (B, T): the token before that one."""
+        """The raw logits (B, T, V) of head k = 0, 1, ... after final states x (B, T, dim). They are
+        for the token k + 1 places after the next one. `before` (B, T) is the token before that."""
         w = self.weights
         x = unit(x)
         logits = self.model.unembed(x + F.silu(F.linear(x, w.inner[k])))
@@ -54,11 +53,11 @@ class Medusa(Head):
 
 
 class MedusaDraft(LastState):
-    """All tokens at once: none depends on the others (Medusa, arXiv 2401.10774).
+    """Drafts all tokens at once, since none depends on the others.
 
-    shape: None for a chain; else the parents of a tree, as `methods.trees.best_tree` makes them.
-    All rows draft as many of its levels as the rule says for any row. Raises ValueError for more
-    levels than heads.
+    `shape` is None for a chain, or else the parents of a tree, as `methods.trees.best_tree` makes
+    them. All rows draft as many of its levels as the rule says for any row. Raises ValueError for
+    more levels than heads.
     """
 
     def __init__(self, head, rule, shape=None):

@@ -1,4 +1,5 @@
-"""lucidrains' "prophet transformer": a small decoder writes the draft from one state of the model."""
+"""lucidrains' "prophet transformer" is a small decoder that writes the draft from one state of the
+model."""
 import torch
 
 from drafter import chain
@@ -11,8 +12,8 @@ AHEAD = 4   # tokens that a prophet learns to predict from one state
 
 class Prophet(Head):
     """A decoder of one or two blocks that reads the final state of the last token read, the next
-    token, which the target chose from it, and its own drafts (lucidrains' "prophet transformer").
-    Its MLPs are half as wide as the model's, because it runs once per drafted token."""
+    token, which the target chose from it, and its own drafts. Its MLPs are half as wide as the
+    model's, because it runs once per drafted token."""
     kind = "prophet"
 
     def __init__(self, model, blocks):

@@ -1,4 +1,4 @@
-"""Draft models with another vocabulary: a shorter output head, and a head with other padding."""
+"""Draft models with another vocabulary, through a shorter output head or one with other padding."""
 import math
 from collections import Counter
 from dataclasses import replace
@@ -14,11 +14,11 @@ VOCAB = "draft_vocab.json"  # the name of a file with a draft vocabulary
 
 
 class ShortHead(StandIn):
-    """A draft vocabulary (FR-Spec, arXiv 2502.14856): the model with only those rows of its output
-    head that belong to the N tokens in `ids`. It stands in for the model wherever a drafter takes
-    one.
+    """A draft vocabulary (FR-Spec, arXiv 2502.14856) is the model with only those rows of its
+    output head that belong to the N tokens in `ids`. It stands in for the model wherever a drafter
+    takes one.
 
-    All other tokens have the logit -inf, so q = 0: they are never drafted. The target keeps its
+    All other tokens have the logit -inf, so q = 0 and they are never drafted. The target keeps its
     whole head, so the text stays exact. In a model of few blocks the head costs as much as several
     blocks.
     """
@@ -53,13 +53,13 @@ class Padded(StandIn):
 
     def unembed(self, x):
         more = self.c.vocab_size - self.model.c.vocab_size
-        return F.pad(self.model.unembed(x), (0, more), value=-math.inf)     # below 0: `pad` cuts off
+        return F.pad(self.model.unembed(x), (0, more), value=-math.inf)    # below 0, `pad` cuts off
 
 
 def most_frequent(texts, count):
-    """A draft vocabulary for texts of token ids: {"ids": the `count` most frequent, in falling
-    order, "share": their share of the texts}. Raises ValueError if there are fewer different
-    ids."""
+    """A draft vocabulary for texts of token ids. It is a dict of "ids", the `count` most frequent
+    ones in falling order, and "share", which is their share of the texts. Raises ValueError if
+    there are fewer different ids."""
     seen = Counter(token for ids in texts for token in ids)
     if len(seen) < count:
         raise ValueError(f"a draft vocabulary of {count}: the text holds only {len(seen)} "

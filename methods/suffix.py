@@ -1,4 +1,4 @@
-"""Suffix decoding: look up suffixes of every length, and copy their likely continuation.
+"""Suffix decoding looks up suffixes of every length and copies their likely continuation.
 
 Prompt lookup (`drafter.NGram`) copies what followed the previous occurrence of the last n
 tokens. One n is too long for a text that seldom repeats itself, and too short for one that often
@@ -8,6 +8,7 @@ each of them, and the draft that promises the most accepted tokens is taken.
 from drafter import NGram, wanted
 
 DEPTH = 16      # tokens of the longest suffix whose continuations are counted
+LEAST = 0.3     # a path ends before its chance falls below this
 
 
 class Suffix(NGram):
@@ -18,18 +19,17 @@ class Suffix(NGram):
     most `factor` * m tokens. Its score, the expected number of accepted tokens, is the sum of the
     chances of its prefixes; the best score wins.
 
-    least: a path ends before its chance falls below it. matched: the length of the suffix that the
-    last path of each row continues; 0: there is none. (The paper also keeps a tree of earlier
-    texts.)
+    `matched` holds the length of the suffix that the last path of each row continues, or 0 if there
+    is none. (The paper also keeps a tree of earlier texts.)
     """
 
-    def __init__(self, rule, factor=2.0, least=0.3):
+    def __init__(self, rule, factor=2.0):
         super().__init__(rule, 1)
         self.factor = factor
-        self.least = least
+        self.matched = []
 
     def enter(self, state):
-        """Count what follows each run of tokens: {the run: {the next token: how often}}."""
+        """Count what follows each run of tokens, as {the run: {the next token: how often}}."""
         for b, text in enumerate(state.known):
             for i in range(max(1, self.done[b]), len(text)):
                 past = tuple(text[max(0, i - DEPTH) : i])
@@ -39,8 +39,8 @@ class Suffix(NGram):
             self.done[b] = len(text)
 
     def found(self, state):
-        most = wanted(state, self.rule)
-        found = [self.best(*row) for row in zip(self.index, state.known, most, strict=True)]
+        lengths = wanted(state, self.rule)
+        found = [self.best(*row) for row in zip(self.index, state.known, lengths, strict=True)]
         self.matched = [m for _, m, _ in found]
         return [path for *_, path in found]
 
@@ -48,24 +48,24 @@ class Suffix(NGram):
         """(score, length of the suffix, path) of the best continuation of a text."""
         best = 0.0, 0, []
         for m in range(min(len(text), DEPTH), 0, -1):
-            most = min(room, self.factor * m)
-            if best[0] >= most:
+            longest = min(room, self.factor * m)
+            if best[0] >= longest:
                 break       # no shorter suffix can promise more
-            score, path = self.follow(index, tuple(text[-m:]), int(most))
+            score, path = self.follow(index, tuple(text[-m:]), int(longest))
             if score > best[0]:
                 best = score, m, path
         return best
 
-    def follow(self, index, run, most):
-        """(score, path) of at most `most` tokens after a run of tokens."""
+    def follow(self, index, run, longest):
+        """(score, path) of at most `longest` tokens after a run of tokens."""
         path = []
         chance = 1.0
         score = 0.0
-        while run in index and len(path) < most:
+        while run in index and len(path) < longest:
             counts = index[run]
             token = max(counts, key=counts.get)
             chance *= counts[token] / sum(counts.values())
-            if chance < self.least:
+            if chance < LEAST:
                 break
             path.append(token)
             score += chance

@@ -1,4 +1,4 @@
-"""Two drafts, one after the other: a model drafts, and an n-gram continues where it ends."""
+"""Two drafts, one after the other. A model drafts, and an n-gram continues where it ends."""
 from dataclasses import replace
 
 import torch
@@ -11,14 +11,14 @@ from sampling import one_hot
 
 
 class Then(Wrapper):
-    """b continues where a ends: `Then(SelfDraft(...), NGram(...))` looks up what followed the
-    draft's last tokens earlier in the text (the "n-gram tail"; CAS-Spec, arXiv 2510.26843, cascades
-    them like this).
+    """b continues where a ends. `Then(SelfDraft(...), NGram(...))` looks up what followed the
+    draft's last tokens earlier in the text. This is the "n-gram tail", and CAS-Spec (arXiv
+    2510.26843) cascades drafters like this.
 
-    b must read neither the target's cache, which has no entries for a's tokens yet, nor its states,
-    because b observes only its own part of what was drafted and written: so b is an `NGram`, or a
-    `ModelDraft` of another model. If b adds tokens, a's `reuse` is lost, because those states are
-    not computed for b's tokens.
+    b must not read the target's cache, which does not hold a's tokens yet, or the target's states,
+    because b only ever sees its own part of a round. In practice b is an `NGram` or a `ModelDraft`
+    of another model. If b adds tokens, a's `reuse` is lost, because those states are not computed
+    for b's tokens.
     """
 
     def propose(self, state):
@@ -40,7 +40,7 @@ class Then(Wrapper):
         longer = replace(state, tokens=state.tokens.clone(), n=n, known=known, left=left)
         slots = state.span(1, 1 + first.tokens.shape[1]).slots
         longer.tokens.scatter_(1, slots, first.tokens)
-        return join(first, b.propose(longer))
+        return append(first, b.propose(longer))
 
     def observe(self, state, r):
         """Each learns from its own part. Unless all of a's part was accepted, b's was never
@@ -55,8 +55,9 @@ class Then(Wrapper):
         b.observe(state, replace(r, accepted=r.accepted - first, proposed=proposed, new=new))
 
 
-def join(first, second):
-    """One Draft: in each row the tokens of the first, and right after them those of the second."""
+def append(first, second):
+    """One Draft, which holds in each row the tokens of the first and right after them the tokens of
+    the second."""
     T = second.tokens.shape[1]
     if T == 0:
         return first
@@ -73,6 +74,6 @@ def join(first, second):
 
 
 def cascade(model, gamma):
-    """An exit after a sixth of the blocks, then lookup: `--draft methods/then.py:cascade`."""
+    """An exit after a sixth of the blocks, then lookup (`--draft methods/then.py:cascade`)."""
     L = model.c.n_layers
     return Then(SelfDraft(model, early_exit(L, max(1, L // 6)), gamma), NGram(7, 3))

@@ -1,16 +1,17 @@
-r"""Trees of drafts: several tokens for the same place, and which shape of tree is worth its cost.
+r"""Trees of drafts hold several tokens for the same place. Which shape of tree is worth its cost?
 
 A sibling is tried only after those before it were rejected. So siblings gain where first choices
 are often wrong, and depth gains where they are often right.
 
     chain           D - d1 - d2 - d3    1 + a + a^2 + a^3 tokens per round, if a first choice is
                                         accepted with probability a
-    with siblings   D - d1 - d2 - d3    d4 may take the place of d1, and d5 that of d2: another
-                     \    \             b + a b tokens, if a second choice is accepted with
-                      d4   d5           probability b. Shape: [0, 1, 2, 0, 1]
+    with siblings   D - d1 - d2 - d3    d4 may take the place of d1, and d5 the place of d2, which
+                     \    \             adds b + a b tokens if a second choice is accepted with
+                      d4   d5           probability b
 
-A shape is a list of parents. The loop knows nothing of trees: a `Tree` is a Draft that says where
-its tokens stand and how they are verified, and what is left of it then is a chain.
+A shape is a list of parents, such as [0, 1, 2, 0, 1] for the lower one. The loop knows nothing of
+trees. A `Tree` is a Draft that says where its tokens stand and how they are verified, and what is
+left of it then is a chain.
 """
 import math
 from dataclasses import dataclass, field, replace
@@ -26,8 +27,8 @@ from sampling import one_hot
 
 
 def ancestors(parents):
-    """Which nodes of a tree each node sees: itself and its ancestors. Node 0 is the last known
-    token, node k is tokens[:, k - 1] of the Draft. (B or 1, K) -> (B or 1, K+1, K+1) bool
+    """Which nodes of a tree each node sees, namely itself and its ancestors. Node 0 is the last
+    known token, and node k is tokens[:, k - 1] of the Draft. (B or 1, K) -> (B or 1, K+1, K+1) bool
 
     >>> ancestors(torch.tensor([[0, 1, 0]])).int().tolist()     # 2: a child of 1, 3: a sibling of 1
     [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]]
@@ -43,14 +44,14 @@ def ancestors(parents):
 
 @dataclass
 class Tree(Draft):
-    """A Draft whose tokens may be siblings.
-    length: how many nodes of each row count, in their order; those after them are padding."""
+    """A Draft whose tokens may be siblings. `length` says how many nodes of each row count, in
+    their order. The rest is padding."""
     parents: torch.Tensor = field(kw_only=True)     # (B or 1, K) the parent of each: 0 is the last
     #                                   known token, k is tokens[:, k - 1], which comes before it
 
     @cached_property
     def seen(self):
-        """(B or 1, K+1, K+1) bool: `ancestors`."""
+        """Its `ancestors`, (B or 1, K+1, K+1) bool."""
         return ancestors(self.parents)
 
     def cut(self, K):
@@ -69,11 +70,11 @@ class Tree(Draft):
 
 def straighten(state, r, node):
     """Turn the verified tree of a Round r into a chain that begins with the accepted path, and move
-    the cache to match, so that no other code handles trees. node (B,): the last accepted one.
+    the cache to match, so that no other code handles trees. The last accepted node is node (B,).
     Returns the Round in the chain's order, and how many of its tokens were accepted (B,).
 
-    After the path come the descendants of its last node, all rejected, and then dead tokens. The
-    length is that of the longest branch through that node: the most that could have been accepted.
+    After the path come the descendants of its last node, all rejected, and then dead tokens. Its
+    length is the most that could have been accepted, the longest branch through that node.
     """
     tree = r.draft
     B, K = tree.tokens.shape
@@ -102,18 +103,18 @@ def straighten(state, r, node):
 
 
 def verify_tree(p, tokens, parents, coins, q=None, length=None):
-    """Recursive rejection (Sequoia, arXiv 2402.12374, appendix F): `verify` for a tree, which may
+    """Recursive rejection (Sequoia, arXiv 2402.12374, appendix F) is `verify` for a tree, which may
     hold siblings, several drafted tokens for the same place.
 
-    p (B, K+1, V): row k is the distribution after node k. tokens (B, K), parents (B or 1, K) and
-    length (B,) are those of a Draft. q (B, K, V): what each token was drawn from, which for a later
-    sibling may depend on those before it; None for copied drafts. Returns the last accepted node
-    (B,), 0 if there is none, and the token after it (B,).
+    Row k of p (B, K+1, V) is the distribution after node k. tokens (B, K), parents (B or 1, K) and
+    length (B,) come from a Tree. Each token was drawn from its row of q (B, K, V), which for a
+    later sibling may depend on those before it. q is None for copied drafts. Returns the last
+    accepted node (B,), 0 if there is none, and the token after it (B,).
 
     Siblings are tried in order. If the first is rejected, the token must come from the residual
     max(p - q, 0), scaled to sum to 1. So the residual takes p's place when the second is tried, and
-    so on. After an accepted token, its children are tried. Coins are spent as by `verify`: one flip
-    for each of the K tokens of every row, tried or not, then one choice per row.
+    so on. After an accepted token, its children are tried. Like `verify`, this spends one flip for
+    each of the K tokens of every row, tried or not, and then one choice per row.
 
     >>> from sampling import Coins
     >>> p = torch.tensor([[[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]])
@@ -164,10 +165,10 @@ def chain_with_siblings(gamma, widths):
 
 
 def tree_tokens(parents, rank_acceptance):
-    """Tokens per target pass over a tree: 1, plus for each node the product of the acceptance rates
-    on the way to it (Sequoia, arXiv 2402.12374, section 3.1: all places alike). rank_acceptance[i]:
-    the chance that a node's child number i is the accepted one. For a chain this is
-    `control.expected_tokens`.
+    """Tokens per target pass over a tree. This is 1, plus for each node the product of the
+    acceptance rates on the way to it, if all places are alike (Sequoia, arXiv 2402.12374, section
+    3.1). rank_acceptance[i] is the chance that a node's child number i is the accepted one. For a
+    chain this is `control.expected_tokens`.
 
     >>> tree_tokens([0, 1, 0], [0.5, 0.25])     # 1 + 0.5 + 0.5 * 0.5 + 0.25
     2.0
@@ -179,36 +180,37 @@ def tree_tokens(parents, rank_acceptance):
 
 
 def rank_acceptance(p, q, ranks):
-    """The chance that the draft's likeliest token, its second, ... is the accepted one: a list of
-    `ranks` numbers, for a draft of its top tokens. p (..., V): the target's distributions, one-hot
-    when greedy; q (..., V): the draft's at the same places, before any cut, since a one-hot has no
-    second."""
+    """The chances that the draft's likeliest token, its second and so on is the accepted one, in a
+    list of `ranks` numbers. The draft consists of its top tokens. p (..., V) holds the target's
+    distributions, one-hot when greedy, and q (..., V) the draft's at the same places, before any
+    cut, since a one-hot has no second."""
     return p.gather(-1, q.topk(ranks).indices).flatten(0, -2).double().mean(0).tolist()
 
 
 def best_tree(rank_acceptance, nodes, depth_cost, node_cost, branches=True, levels=math.inf):
-    """The parents of the tree of at most `nodes` nodes that promises the highest speed, level by
-    level; [] if none gains. The dynamic programme of Sequoia (arXiv 2402.12374, section 3.1).
+    """The parents of the tree that promises the highest speed, level by level, or [] if none gains.
+    It has at most `nodes` nodes and `levels` levels. This is the dynamic programme of Sequoia
+    (arXiv 2402.12374, section 3.1).
 
-    rank_acceptance: see `tree_tokens`. depth_cost: the cost of drafting a level, node_cost: that of
-    one more token in the verifying pass, both relative to a target pass over one token.
-    branches=False: only first children may have children, as in `chain_with_siblings`. levels: how
-    deep it may be.
+    For rank_acceptance see `tree_tokens`. `depth_cost` is the cost of drafting a level, and
+    `node_cost` the cost of one more token in the verifying pass, both relative to a target pass
+    over one token. Unless `branches`, only first children may have children, as in
+    `chain_with_siblings`.
 
     >>> best_tree([0.6, 0.2], 4, depth_cost=0.05, node_cost=0.05)
     [0, 0, 1, 3]
     """
     @cache
     def grow(n, depth, rank):
-        """(accepted tokens, subtrees): the best n nodes below a node that has its first `rank`
-        children."""
+        """The best n nodes below a node that has its first `rank` children, as (accepted tokens,
+        subtrees)."""
         best = 0.0, ()
-        most = n                            # nodes in the next child's subtree, itself included
+        largest = n                         # nodes in the next child's subtree, itself included
         if depth == 0 or rank == len(rank_acceptance):
-            most = 0
+            largest = 0
         elif rank > 0 and not branches:
-            most = min(n, 1)
-        for m in range(1, most + 1):
+            largest = min(n, 1)
+        for m in range(1, largest + 1):
             inside, below = grow(m - 1, depth - 1, 0)
             later, others = grow(n - m, depth, rank + 1)
             best = max(best, (rank_acceptance[rank] * (1 + inside) + later, (below, *others)))
@@ -233,18 +235,18 @@ def best_tree(rank_acceptance, nodes, depth_cost, node_cost, branches=True, leve
 
 
 class Siblings(Wrapper):
-    """A wrapper around a drafter of chains: it adds siblings, other tokens for the same places.
+    """A wrapper around a drafter of chains, such as a SelfDraft, that adds siblings, other tokens
+    for the same places.
 
-    drafter: such as SelfDraft or ModelDraft, with any rule. widths: how many tokens of the chain,
-    from the first on, get a sibling, how many a second one, and so on: [3, 1]. Siblings are drawn
-    without replacement, each from what is left of q. If nothing is left, as when greedy, the
-    sibling is the likeliest unused token, with a one-hot q. The shape that pays:
-    `best_tree(..., branches=False)`.
+    With widths [3, 1], the first three tokens of the chain get a sibling, and the first one gets a
+    second. Siblings are drawn without replacement, each from what is left of q. If nothing is left,
+    as when greedy, the sibling is the likeliest unused token, with a one-hot q. The shape that pays
+    is `best_tree(..., branches=False)`.
 
-    For the drafter nothing changes: it does not draft from siblings, and it learns from a chain. In
-    a batch only the rows with the longest chain have siblings, and near the end of an answer the
-    last ones are left out. A drafter that draws nothing, such as an n-gram, gets none. `reuse` is
-    dropped: the siblings must pass through all sub-layers anyway.
+    For the drafter nothing changes, because it does not draft from siblings, and it learns from a
+    chain. In a batch only the rows with the longest chain have siblings, and near the end of an
+    answer the last ones are left out. A drafter that draws nothing, such as an n-gram, gets none.
+    `reuse` is dropped, because the siblings must pass through all sub-layers anyway.
     """
 
     def __init__(self, drafter, widths):
@@ -277,9 +279,10 @@ class Siblings(Wrapper):
 
 def branch(state, draft, logits, parents):
     """The Tree that grows from a drawn chain (B, K) and the raw logits of each of its places
-    (B, K, V): a node's child number i is choice number i for its level. So all families of a level
-    hold the same tokens. The text stays exact, as only one of the families is tried. parents: as
-    `best_tree` or `chain_with_siblings` makes them; levels deeper than the chain are left out."""
+    (B, K, V). A node's child number i is choice number i for its level, so all families of a level
+    hold the same tokens. The text stays exact, because only one of the families is tried. The
+    parents come from `best_tree` or `chain_with_siblings`. Levels deeper than the chain are left
+    out."""
     K = draft.tokens.shape[1]
     depths = [0]
     numbers = {0: 0}                        # of the nodes that are kept, the root included
@@ -301,9 +304,9 @@ def branch(state, draft, logits, parents):
 
 
 def siblings(draft, logits, widths, coins):
-    """A chain, then other tokens for its places in the order of `chain_with_siblings`, each drawn
-    with one uniform. logits (B, K, V): the chain's, raw. Returns tokens (B, K+S), drawn from q
-    (B, K+S, V)."""
+    """A chain, and then other tokens for its places in the order of `chain_with_siblings`, each
+    drawn with one uniform. The chain was drawn from raw logits (B, K, V). Returns tokens (B, K+S),
+    drawn from q (B, K+S, V)."""
     last = draft.tokens
     left = draft.q
     tokens = [draft.tokens]

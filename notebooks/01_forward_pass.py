@@ -2,17 +2,19 @@
 # # 1. The forward pass: from a prompt to logits
 #
 # A language model is a function. Token ids go in. For every position a score comes out for each
-# possible next token. This notebook computes that function twice: in a few lines per part, straight from
-# the equations in the papers, and with the library's `model.py`. The two must agree.
+# possible next token. This notebook computes that function twice: in a few lines per part, straight
+# from the equations in the papers, and with the library's `model.py`. The two must agree.
 #
-# One observation carries the rest of the course. A transformer of L blocks is a sum: it starts from the
-# embedding and adds 2L updates, x ← x + f(x), one after the other. Leave some of the updates out, and
-# you have a cheaper model made of the same weights. In *self-speculative* decoding the model uses such
-# a shorter list to draft its own next tokens, and then checks them with the whole list.
+# One observation carries the rest of the course. A transformer of L blocks is a sum: it starts from
+# the embedding and adds 2L updates, x ← x + f(x), one after the other. Leave some of the updates
+# out, and you have a cheaper model made of the same weights. In *self-speculative* decoding the
+# model uses such a shorter list to draft its own next tokens, and then checks them with the whole
+# list.
 #
-# You need Python, and to know what a matrix product and a softmax are. About 45 minutes. The notebook
-# also runs on a model of your own: change `MODEL`. (The first cell finds the repository and imports
-# `torch`, `checkpoint` and `plots`. JupyterLab folds it, as it does the cells that only draw.)
+# You need Python, and to know what a matrix product and a softmax are. About 45 minutes. The
+# notebook also runs on a model of your own: change `MODEL`. (The first cell finds the repository
+# and imports `torch`, `checkpoint` and `plots`. JupyterLab folds it, as it does the cells that only
+# draw.)
 #
 # Where it says *Predict*, write down your answer before you run the next cell.
 
@@ -34,8 +36,8 @@ print(f"L = {c.n_layers} blocks, width {c.dim}, {c.n_heads} query heads, {c.n_kv
 # ## Text becomes tokens
 #
 # The model does not see letters. It sees numbers from 0 to V - 1. A *tokenizer* cuts the text into
-# pieces and gives each piece its number. A frequent word is one piece; a rare word is several. Before
-# every prompt stands a special token that marks the beginning of a text. (Here it is called
+# pieces and gives each piece its number. A frequent word is one piece; a rare word is several.
+# Before every prompt stands a special token that marks the beginning of a text. (Here it is called
 # `<|endoftext|>`: where one text ends, the next begins.)
 #
 # **Predict:** how many pieces will the text below become? One per word, fewer, or more?
@@ -51,13 +53,13 @@ for start in range(0, len(ids), 8):
     print("  ".join(f"{t} {piece!r}" for t, piece in list(zip(ids, pieces, strict=True))[start : start + 8]))
 
 # %% [markdown]
-# Punctuation has tokens of its own. A space belongs to the *beginning* of the piece that follows it. So
-# `' ball'` and `'ball'` are two different tokens.
+# Punctuation has tokens of its own. A space belongs to the *beginning* of the piece that follows
+# it. So `' ball'` and `'ball'` are two different tokens.
 #
 # ## Tokens become vectors
 #
-# The *embedding* is a table with one row of `dim` numbers per token. To embed a token is to look up its
-# row.
+# The *embedding* is a table with one row of `dim` numbers per token. To embed a token is to look up
+# its row.
 
 # %%
 tokens = torch.tensor([ids], device=device)     # (1, T): one text, T tokens
@@ -71,8 +73,8 @@ print(x[0, :3, :6])
 #
 # From here to the end the shape of `x` stays the same. Each block adds two things to it. Its
 # *attention* gathers information from earlier positions. Its *MLP* then works on each position by
-# itself. Both results are added to what was there before, so `x` is called the *residual stream*. We
-# call the attentions and MLPs *sub-layers* and number them from 0 to 2L - 1:
+# itself. Both results are added to what was there before, so `x` is called the *residual stream*.
+# We call the attentions and MLPs *sub-layers* and number them from 0 to 2L - 1:
 #
 # ```
 # x <- x + f_0(x)         attention of block 0
@@ -81,8 +83,8 @@ print(x[0, :3, :6])
 # ...
 # ```
 #
-# `model.run` applies any list of sub-layers. So we can apply one at a time and keep every state on the
-# way.
+# `model.run` applies any list of sub-layers. So we can apply one at a time and keep every state on
+# the way.
 
 # %%
 states, where = [model.embed(tokens)], Placement.span(0, len(ids), device)    # positions 0 .. T-1
@@ -93,9 +95,9 @@ assert torch.allclose(logits, model(tokens), atol=1e-3)
 print(len(states), "states of shape", tuple(states[0].shape), "-> logits", tuple(logits.shape))
 
 # %% [markdown]
-# **Predict:** does an update change the stream a little, or does it replace what was there? On the left
-# below is the length of `x` after each sub-layer. On the right is the length of each update, divided by
-# the length of the stream it is added to.
+# **Predict:** does an update change the stream a little, or does it replace what was there? On the
+# left below is the length of `x` after each sub-layer. On the right is the length of each update,
+# divided by the length of the stream it is added to.
 
 # %%
 lengths = torch.stack([s[0, 1:].norm(dim=-1).mean() for s in states])    # 1: without the start token
@@ -107,10 +109,10 @@ for first, end in ((0, 2), (2, 6), (6, len(updates))):
 plots.draw_updates(lengths.cpu(), updates.cpu())
 
 # %% [markdown]
-# The first two updates are larger than the stream they are added to (above the dotted line). The next
-# four, of blocks 1 and 2, are still a third of it. Only then do they become small corrections of about a
-# tenth. That is a hint: the model might often choose the same token *without* the late ones. We test that
-# at the end of this notebook.
+# The first two updates are larger than the stream they are added to (above the dotted line). The
+# next four, of blocks 1 and 2, are still a third of it. Only then do they become small corrections
+# of about a tenth. That is a hint: the model might often choose the same token *without* the late
+# ones. We test that at the end of this notebook.
 #
 # Now we open the sub-layers. Each one is a norm, followed by an attention or an MLP.
 #
@@ -138,10 +140,10 @@ print("after: ", normed[0, 5, :5])
 #
 # ## RoPE: a position is a rotation
 #
-# Attention compares a query with keys. Nothing in that comparison says *where* a key is, so "dog bites
-# man" and "man bites dog" would look the same. Rotary position embedding (RoFormer, Su et al. 2021)
-# rotates each query and key by an angle that grows with its position m. It splits the D numbers of a
-# head into D/2 pairs, and treats each pair as a point in a plane. Pair i is rotated by
+# Attention compares a query with keys. Nothing in that comparison says *where* a key is, so "dog
+# bites man" and "man bites dog" would look the same. Rotary position embedding (RoFormer, Su et
+# al. 2021) rotates each query and key by an angle that grows with its position m. It splits the D
+# numbers of a head into D/2 pairs, and treats each pair as a point in a plane. Pair i is rotated by
 #
 # $$m\,\theta_i, \qquad \theta_i = \theta^{-2i/D} \qquad\text{(RoFormer, eq. 15)}$$
 #
@@ -154,12 +156,12 @@ freqs = frequencies(c.head_dim, c.rope_theta, c.rope_scaling, device)   # (D/2,)
 plots.draw_rotation(freqs.cpu())
 
 # %% [markdown]
-# A rotation in the plane is a multiplication by a complex number of length 1. That gives RoPE in two
-# lines. The library does the same with real numbers.
+# A rotation in the plane is a multiplication by a complex number of length 1. That gives RoPE in
+# two lines. The library does the same with real numbers.
 #
-# The coordinates i and i + D/2 form a pair, as in Hugging Face's files. Meta's original files pair 2i with
-# 2i + 1. Mixing the two up is a classic porting mistake, and a test with one token does not find it,
-# because nothing is rotated at position 0.
+# The coordinates i and i + D/2 form a pair, as in Hugging Face's files. Meta's original files pair
+# 2i with 2i + 1. Mixing the two up is a classic porting mistake, and a test with one token does not
+# find it, because nothing is rotated at position 0.
 
 # %%
 def turn(x, m):
@@ -183,11 +185,12 @@ assert torch.isclose(turn(q, 512) @ turn(k, 510), turn(q, 12) @ turn(k, 10))
 
 # %% [markdown]
 # Nothing happens. A rotation does not change the length of a vector, and two equal rotations do not
-# change the angle between two vectors (RoFormer, eq. 16). So attention sees the *distance* between two
-# tokens, although each was rotated by its own position only. The next notebook depends on this: a key
-# can be rotated once, stored, and used by every later query.
+# change the angle between two vectors (RoFormer, eq. 16). So attention sees the *distance* between
+# two tokens, although each was rotated by its own position only. The next notebook depends on this:
+# a key can be rotated once, stored, and used by every later query.
 #
-# **Try it:** set `at_k` to 500, and then `at_q` to 502. Which of the two products equals the one above?
+# **Try it:** set `at_k` to 500, and then `at_q` to 502. Which of the two products equals the one
+# above?
 #
 # <details><summary>Answer</summary>
 # The second: 502 and 500 are two positions apart, as 12 and 10 are.
@@ -199,13 +202,14 @@ assert torch.isclose(turn(q, 512) @ turn(k, 510), turn(q, 12) @ turn(k, 10))
 # \qquad\text{(Vaswani et al. 2017, eq. 1)}$$
 #
 # Each position has three vectors. Its *query* says what it is looking for. Its *key* says what it
-# offers. Its *value* is what others receive from it. A position takes a weighted average of the values.
-# A value's weight is large where its key matches the query. The mask hides the future: it sets those
-# scores to minus infinity, so their weights are 0.
+# offers. Its *value* is what others receive from it. A position takes a weighted average of the
+# values. A value's weight is large where its key matches the query. The mask hides the future: it
+# sets those scores to minus infinity, so their weights are 0.
 #
-# In *grouped-query attention* (Ainslie et al. 2023), G query heads share one key-value head. The matrix
-# `wqkv` stacks, for each key-value head, its G query matrices, its key matrix and its value matrix.
-# Here is one head written out. (`window` and `softcap` belong to Gemma-2 and do nothing for Llama.)
+# In *grouped-query attention* (Ainslie et al. 2023), G query heads share one key-value head. The
+# matrix `wqkv` stacks, for each key-value head, its G query matrices, its key matrix and its value
+# matrix. Here is one head written out. (`window` and `softcap` belong to Gemma-2 and do nothing for
+# Llama.)
 
 # %%
 from model import block_only, softcap, visible
@@ -229,8 +233,8 @@ weights, out = head(layer=0, kv=0, g=0)
 print("each row sums to 1:", weights.sum(-1)[:4], " output", tuple(out.shape))
 
 # %% [markdown]
-# Put the outputs of all heads side by side, multiply by one more matrix, and the sub-layer is complete.
-# The library computes all heads in one product. (`block_only`: there is no cache yet.)
+# Put the outputs of all heads side by side, multiply by one more matrix, and the sub-layer is
+# complete. The library computes all heads in one product. (`block_only`: there is no cache yet.)
 
 # %%
 layer, G = c.n_layers // 2, c.n_heads // c.n_kv_heads
@@ -249,14 +253,15 @@ print("naive", naive[4, :4], "library", library[4, :4])
 # - the one that looks most at the token just before;
 # - the one that looks most at the first token, where there is nothing to learn;
 # - the one that looks most at *what followed the same word last time*. This kind is called an
-#   *induction head* (Olsson et al. 2022). At `' Max'` it looks for the token that came after an earlier
-#   `' Max'`.
+#   *induction head* (Olsson et al. 2022). At `' Max'` it looks for the token that came after an
+#   earlier `' Max'`.
 
 # %% jupyter={"source_hidden": true}
 maps = {(layer, kv * G + g): head(layer, kv, g)[0].cpu() for layer in range(c.n_layers)
         for kv in range(c.n_kv_heads) for g in range(G)}
 T = len(ids)
-previous, first = torch.zeros(T, T), torch.zeros(T, T)
+previous = torch.zeros(T, T)
+first = torch.zeros(T, T)
 previous[range(1, T), range(T - 1)] = first[1:, 0] = 1
 after = torch.tensor([[float(0 < j < i and ids[j - 1] == ids[i]) for j in range(T)] for i in range(T)])
 found = {}
@@ -275,11 +280,12 @@ cut = {f"{name}\nblock {at[0]}, head {at[1]}": maps[at][shown][:, shown] for nam
 plots.draw_maps(cut, [labels[t] for t in shown], after[shown][:, shown])
 
 # %% [markdown]
-# The circles mark where an induction head should look. Even the best head looks at only some of them.
+# The circles mark where an induction head should look. Even the best head looks at only some of
+# them.
 #
-# The upper right triangle is empty in every map: no token sees a later one. So one pass over T tokens
-# gives the right distribution after *each* of them. That is what lets one pass check several drafted
-# tokens.
+# The upper right triangle is empty in every map: no token sees a later one. So one pass over T
+# tokens gives the right distribution after *each* of them. That is what lets one pass check several
+# drafted tokens.
 #
 # ## The MLP: each position by itself
 #
@@ -301,8 +307,8 @@ print(f"{c.dim} -> {up.shape[-1]} -> {c.dim} numbers; "
 # %% [markdown]
 # ## The whole model
 #
-# The whole model now fits in one cell. (`attn_post` and `mlp_post` are second norms that only Gemma-2
-# has.)
+# The whole model now fits in one cell. (`attn_post` and `mlp_post` are second norms that only
+# Gemma-2 has.)
 
 # %%
 x = model.tok[tokens] * c.embed_scale
@@ -321,11 +327,12 @@ for p, t in zip(top.values.tolist(), top.indices.tolist(), strict=True):
 # %% [markdown]
 # ## The logit lens: what would the model say if it stopped here?
 #
-# The last step turns the final state into logits. It is called the *output head*, and has nothing to do
-# with the heads of an attention. All states have the same shape, so we can give an *earlier* one to the
-# final norm and the output head (together `unembed`). This is the *logit lens* (nostalgebraist 2020). In
-# the picture each row is a depth and each column a position. A cell shows the most likely next token,
-# darker where its probability is higher. The top row is the whole model.
+# The last step turns the final state into logits. It is called the *output head*, and has nothing
+# to do with the heads of an attention. All states have the same shape, so we can give an *earlier*
+# one to the final norm and the output head (together `unembed`). This is the *logit lens*
+# (nostalgebraist 2020). In the picture each row is a depth and each column a position. A cell shows
+# the most likely next token, darker where its probability is higher. The top row is the whole
+# model.
 #
 # **Predict:** from which depth on does the last column say what the top row says?
 
@@ -336,13 +343,13 @@ sure, said = lens.max(-1)                                               # (depth
 plots.draw_lens(said, sure, depths, labels[-9:], tokenizer)
 
 # %% [markdown]
-# A word in bold is the choice of the whole model. Easy words appear early and stay. Hard ones appear
-# late, or change on the way. Go down the last column for as long as the words are bold: there the answer
-# was settled. In the lowest row no block has run yet. Where the output head is the embedding table itself
-# (`tied`), the model mostly repeats the token it has just read.
+# A word in bold is the choice of the whole model. Easy words appear early and stay. Hard ones
+# appear late, or change on the way. Go down the last column for as long as the words are bold:
+# there the answer was settled. In the lowest row no block has run yet. Where the output head is the
+# embedding table itself (`tied`), the model mostly repeats the token it has just read.
 #
-# Now the same over a longer text, a story that the model did not write. After each sub-layer, how often
-# is the most likely token already that of the whole model?
+# Now the same over a longer text, a story that the model did not write. After each sub-layer, how
+# often is the most likely token already that of the whole model?
 
 # %%
 from support.texts import read_prompts
@@ -368,14 +375,15 @@ side.plot([0, 2 * c.n_layers], [0, 1], color="#808080", ls=":", lw=1)
 figure
 
 # %% [markdown]
-# Where the curve is above the dotted diagonal, the share of right answers is larger than the share of
-# the work. There a draft by the first sub-layers can pay off. (The shipped models were trained to be
-# left early. On other models the curve stays low for longer.)
+# Where the curve is above the dotted diagonal, the share of right answers is larger than the share
+# of the work. There a draft by the first sub-layers can pay off. (The shipped models were trained
+# to be left early. On other models the curve stays low for longer.)
 #
 # **Try it:** read code instead of a story: `agreement_on("code")`. Where will the curve be lower?
 #
 # <details><summary>Answer</summary>
-# Above all in its first half, but by little. (With 200 tokens, a difference below 0.1 may be chance.)
+# Above all in its first half, but by little. (With 200 tokens, a difference below 0.1 may be
+# chance.)
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -394,18 +402,18 @@ print(f"range({2 * E}) is the exit after {E} blocks: it says",
       repr(tokenizer.decode([int(model.unembed(draft)[0, -1].argmax())])))
 
 # %% [markdown]
-# **Try it:** what will the exit after 2 blocks say? And after 0 blocks, with the empty list? Read it off
-# the last column of the logit lens, then set `E` and run the cell.
+# **Try it:** what will the exit after 2 blocks say? And after 0 blocks, with the empty list? Read
+# it off the last column of the logit lens, then set `E` and run the cell.
 #
 # <details><summary>Answer</summary>
-# After 2 blocks what the whole model says, here " because". After 0 blocks it repeats " sad", the token
-# that it has just read.
+# After 2 blocks what the whole model says, here " because". After 0 blocks it repeats " sad", the
+# token that it has just read.
 # </details>
 #
 # ## What Gemma-2 does differently
 #
-# The second family differs from Llama in eight fields of the configuration. Each is read on one line of
-# `model.py`, except `post_norm` (two lines) and `window`. There is no second class.
+# The second family differs from Llama in eight fields of the configuration. Each is read on one
+# line of `model.py`, except `post_norm` (two lines) and `window`. There is no second class.
 
 # %%
 import math
@@ -429,13 +437,13 @@ for name in differs:
 # - `embed_scale`: embeddings are multiplied by the square root of `dim`.
 # - `post_norm`: a second norm follows each attention and each MLP, before the sum.
 # - `query_scale`: the factor of the scores is a field of its own. Llama always uses 1 / √D.
-# - `attn_softcap`, `final_softcap`: cap · tanh(z / cap) keeps scores and logits within ±cap (Gemma 2,
-#   section 2).
+# - `attn_softcap`, `final_softcap`: cap · tanh(z / cap) keeps scores and logits within ±cap (Gemma
+#   2, section 2).
 # - `window`: every second block sees only the last `window` tokens.
 #
-# How much does each field matter? Set one at a time to Llama's value, keep all the weights, and measure
-# the loss on the same story: minus the natural logarithm of the probability of each next token,
-# averaged. (Its unit is the *nat*.)
+# How much does each field matter? Set one at a time to Llama's value, keep all the weights, and
+# measure the loss on the same story: minus the natural logarithm of the probability of each next
+# token, averaged. (Its unit is the *nat*.)
 #
 # **Predict:** which field does the most damage when it is wrong? Which one would you not notice?
 
@@ -459,16 +467,18 @@ means = {name: float(part.mean()) for name, part in each.items()}
 plots.draw_losses(means, uniform=math.log(gemma.c.vocab_size))
 
 # %% [markdown]
-# Three mistakes ruin the text, so you find them at once. Norms that multiply by w instead of 1 + w do
-# the most damage: the loss is larger than if all tokens were equally likely. The other mistakes hardly
-# change the loss, by no more than about its own error (±), and the text still looks right. Without
-# `final_softcap` it even falls, by far less than its error, which means nothing. So a loss does not say
-# which variant is the right one. Those are the dangerous mistakes when you port a model, and the reason
-# why the library's tests compare logits. (`query_scale` changes nothing, since here it equals 1 / √D.)
+# Three mistakes ruin the text, so you find them at once. Norms that multiply by w instead of 1 + w
+# do the most damage: the loss is larger than if all tokens were equally likely. The other mistakes
+# hardly change the loss, by no more than about its own error (±), and the text still looks right.
+# Without `final_softcap` it even falls, by far less than its error, which means nothing. So a loss
+# does not say which variant is the right one. Those are the dangerous mistakes when you port a
+# model, and the reason why the library's tests compare logits. (`query_scale` changes nothing,
+# since here it equals 1 / √D.)
 #
 # ## Questions
 #
-# Answer first. Then unfold the answer. The check below it is folded with it: unfold and run it, too.
+# Answer first. Then unfold the answer. The check below it is folded with it: unfold and run it,
+# too.
 #
 # **1.** Swap the third and the fourth token of the prompt. Which rows of the logits change?
 #
@@ -488,8 +498,8 @@ print("".join("x" if row else "." for row in changed))
 # others, and from which block on?
 #
 # <details><summary>Answer</summary>
-# All of them, from block 1 on. Skipping a sub-layer removes one term from the sum, nothing more. If you
-# skip <i>all</i> attentions, each position sees only itself.
+# All of them, from block 1 on. Skipping a sub-layer removes one term from the sum, nothing more. If
+# you skip <i>all</i> attentions, each position sees only itself.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -508,13 +518,14 @@ assert not influence([i for i in every if i % 2])
 print("with the MLPs alone, each position sees only its own token")
 
 # %% [markdown]
-# **3.** How many numbers must be read from memory to write one token? Is that closer to the number of
-# weights, or to the number of tokens so far?
+# **3.** How many numbers must be read from memory to write one token? Is that closer to the number
+# of weights, or to the number of tokens so far?
 #
 # <details><summary>Answer</summary>
-# The number of weights. All of them are read, except that the embedding only looks up one row; where
-# the table is also the output head (<code>tied</code>), it is read in full after all. This is why a
-# pass over three tokens takes hardly longer than a pass over one: the same weights serve all three.
+# The number of weights. All of them are read, except that the embedding only looks up one row;
+# where the table is also the output head (<code>tied</code>), it is read in full after all. This is
+# why a pass over three tokens takes hardly longer than a pass over one: the same weights serve all
+# three.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -528,8 +539,8 @@ print(f"{matrices:,} numbers per token, of which the head has {weight_costs(c).h
 # **4.** Why is RoPE applied to queries and keys, but not to values?
 #
 # <details><summary>Answer</summary>
-# The rotation makes a <i>product</i> depend on a distance. A value is not part of such a product; it is
-# only averaged. A rotated value would mean something different at each position.
+# The rotation makes a <i>product</i> depend on a distance. A value is not part of such a product;
+# it is only averaged. A rotated value would mean something different at each position.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -540,5 +551,5 @@ assert torch.allclose(v[1:], v[1].expand_as(v[1:]), atol=1e-5)
 print("in block 0 the same word has the same value at every position")
 
 # %% [markdown]
-# Next: [the cache](02_kv_cache.ipynb). To write a text token by token, we would repeat all of the above
-# for tokens that have not changed. What can we keep?
+# Next: [the cache](02_kv_cache.ipynb). To write a text token by token, we would repeat all of the
+# above for tokens that have not changed. What can we keep?

@@ -1,13 +1,14 @@
 # %% [markdown]
 # # 2. The KV cache: never compute the same key twice
 #
-# To write a text, we run the model again and again, each time with one more token. Almost everything it
-# computes was computed before. This notebook keeps what can be kept, and shows the memory slot by slot.
-# It also shows why *rolling back*, that is, taking back tokens that turned out wrong, can be nearly
-# free. Speculative decoding (notebook 4) rolls back in every round that rejects a token.
+# To write a text, we run the model again and again, each time with one more token. Almost
+# everything it computes was computed before. This notebook keeps what can be kept, and shows the
+# memory slot by slot. It also shows why *rolling back*, that is, taking back tokens that turned out
+# wrong, can be nearly free. Speculative decoding (notebook 4) rolls back in every round that
+# rejects a token.
 #
-# The library's cache rests on one decision: slot = position, and the cache does not store how full it
-# is. To roll back, start the next block of tokens earlier.
+# The library's cache rests on one decision: slot = position, and the cache does not store how full
+# it is. To roll back, start the next block of tokens earlier.
 #
 # You need [1, the forward pass](01_forward_pass.ipynb). About 40 minutes.
 
@@ -20,7 +21,8 @@ from model import Placement
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
-c, device = model.c, model.tok.device
+c = model.c
+device = model.tok.device
 text = "Once upon a time, there was a dog named Max. Max had a red ball."
 prompt = checkpoint.encode(tokenizer, text, c.bos)
 print(len(prompt), "tokens in the prompt; the context holds", c.max_len)
@@ -28,13 +30,14 @@ print(len(prompt), "tokens in the prompt; the context holds", c.max_len)
 # %% [markdown]
 # ## Without a cache
 #
-# The obvious way to write: run the model over the whole text, take the most likely next token, append
-# it, repeat.
+# The obvious way to write: run the model over the whole text, take the most likely next token,
+# append it, repeat.
 
 # %%
 def write(ids, count):
     """Greedy decoding without a cache. Returns the text, and how many positions were computed for it."""
-    ids, computed = list(ids), 0
+    ids = list(ids)
+    computed = 0
     for _ in range(count):
         logits = model(torch.tensor([ids], device=device))      # (1, T, V): every position, every time
         computed += len(ids)
@@ -48,9 +51,9 @@ print(f"{computed} positions were computed to write 20 tokens")
 
 # %% [markdown]
 # Each step used only the last row of the logits. Does that row need the other positions at all? It
-# does: the attention of the last token reads their **keys and values**. It reads nothing else of them.
-# And since no token sees a later one, the keys and values of old tokens are the same in every step. So
-# we keep them.
+# does: the attention of the last token reads their **keys and values**. It reads nothing else of
+# them. And since no token sees a later one, the keys and values of old tokens are the same in every
+# step. So we keep them.
 #
 # ## With a cache
 #
@@ -64,12 +67,15 @@ cache = KVCache(c, batch=1, slots=len(prompt) + 24, dtype=model.attention_dtype(
 print("k and v:", tuple(cache.k.shape), "= blocks, rows, key-value heads, slots, D")
 
 # %% [markdown]
-# One pass over the prompt fills the first slots. This is called the *prefill*. After that, each pass
-# reads a single token, writes its key and value into the next slot, and sees all slots up to its own.
+# One pass over the prompt fills the first slots. This is called the *prefill*. After that, each
+# pass reads a single token, writes its key and value into the next slot, and sees all slots up to
+# its own.
 
 # %%
 def write_cached(ids, count, cache):
-    ids, computed, first = list(ids), 0, 0                      # the first pass reads the whole prompt
+    ids = list(ids)
+    computed = 0
+    first = 0                                                   # the first pass reads the whole prompt
     for _ in range(count):
         tokens = torch.tensor([ids[first:]], device=device)
         at = Placement.span(first, len(ids), device)              # slot = position: one range gives both
@@ -85,8 +91,8 @@ assert fast == slow
 print(f"the same text, with {computed} positions instead")
 
 # %% [markdown]
-# **Predict:** how does the time for one more token grow with the length of the text, without a cache
-# and with one? Sketch both curves before you run the next two cells.
+# **Predict:** how does the time for one more token grow with the length of the text, without a
+# cache and with one? Sketch both curves before you run the next two cells.
 
 # %%
 from support.measure import interleave
@@ -115,19 +121,19 @@ figure
 # %% [markdown]
 # Without a cache, the time per token grows with the length, and the work for a whole text with its
 # square. With a cache, one more token costs nearly the same everywhere. Most of that time goes into
-# work that does not depend on the length, such as reading the weights. (On a GPU the upper curve starts
-# out flatter, because a short text does not fill it.)
+# work that does not depend on the length, such as reading the weights. (On a GPU the upper curve
+# starts out flatter, because a short text does not fill it.)
 #
 # ## The cache as a row of slots
 #
 # From here on we draw the cache. A slot holds the key and the value of one token, in all blocks and
-# heads. The picture writes the token into it. Three things happen: a block of tokens is appended, some
-# of them turn out to be wrong, and the next block overwrites those.
+# heads. The picture writes the token into it. Three things happen: a block of tokens is appended,
+# some of them turn out to be wrong, and the next block overwrites those.
 #
-# Here is one round of speculative decoding, as the cache sees it. Something cheap drafts three tokens.
-# The model reads the last known token and the three drafted ones as one block. It accepts the first
-# drafted token, rejects the second, and writes its own token in that place. Two slots now hold keys of
-# tokens that are not part of the text. We call these slots *dead*.
+# Here is one round of speculative decoding, as the cache sees it. Something cheap drafts three
+# tokens. The model reads the last known token and the three drafted ones as one block. It accepts
+# the first drafted token, rejects the second, and writes its own token in that place. Two slots now
+# hold keys of tokens that are not part of the text. We call these slots *dead*.
 #
 # Known tokens are blue. Tokens that the current pass reads are green. Dead slots are hatched. A
 # question mark stands after a drafted token that has not been accepted.
@@ -135,7 +141,9 @@ figure
 # %% tags=["gallery"] jupyter={"source_hidden": true}
 names = [tokenizer.decode([t], skip_special_tokens=False) for t in slow[len(prompt) - 5 :]]
 past = [(t, "known") for t in names[:5]]
-good, other, later = names[5], names[6], names[7]
+good = names[5]
+other = names[6]
+later = names[7]
 wrong = [("blue?", "dead"), ("sky?", "dead")]
 block = [(t, "new") for t in (names[4], good + "?", "blue?", "sky?")]
 more = [(other, "new"), (later + "?", "new")]
@@ -146,12 +154,12 @@ plots.draw_slots([("all but the last token of the prompt", past[:4]),
 
 # %% [markdown]
 # Nothing was deleted. The next block begins at the first dead slot and overwrites it. Dead slots
-# further to the right do no harm, because **a token sees only slots up to its own**, and all of those
-# have been rewritten by then. So the cache need not know how full it is. The positions of the next
-# block say everything.
+# further to the right do no harm, because **a token sees only slots up to its own**, and all of
+# those have been rewritten by then. So the cache need not know how full it is. The positions of the
+# next block say everything.
 #
-# We check this with real tensors. After the correct text we write ten wrong tokens into the cache, roll
-# back, and continue.
+# We check this with real tensors. After the correct text we write ten wrong tokens into the cache,
+# roll back, and continue.
 
 # %%
 def step(ids, start, cache):
@@ -161,7 +169,8 @@ def step(ids, start, cache):
     return model.unembed(x[:, -1:])[0, 0]
 
 
-n, back = len(prompt), 0
+n = len(prompt)
+back = 0
 cache = KVCache(c, 1, n + 16, model.attention_dtype(), device)
 step(prompt, 0, cache)
 rubbish = prompt + torch.randint(c.vocab_size, (10,)).tolist()
@@ -172,8 +181,8 @@ print("after rubbish and rolling back, largest difference:", float((after - clea
 assert back > 0 or torch.allclose(after, clean, atol=1e-3)
 
 # %% [markdown]
-# **Try it:** set `back = 1`, so that the block starts one slot too late. What do you expect: an error,
-# a large difference, or none? And with `back = -1`, one slot too early?
+# **Try it:** set `back = 1`, so that the block starts one slot too late. What do you expect: an
+# error, a large difference, or none? And with `back = -1`, one slot too early?
 #
 # <details><summary>Answer</summary>
 # With 1 there is no error, but a large difference: one wrong token stays in sight. With -1 there is
@@ -182,10 +191,10 @@ assert back > 0 or torch.allclose(after, clean, atol=1e-3)
 #
 # ## Who sees which slot: the one mask
 #
-# `model.visible` is the only rule. It takes the positions of a block, and returns for each token which
-# slots it may read. Below are three cases with the slots 0 to 11 from left to right. Black means that
-# the token sees the slot. (The window belongs to Gemma-2: in every second block a token sees only the
-# last few slots.)
+# `model.visible` is the only rule. It takes the positions of a block, and returns for each token
+# which slots it may read. Below are three cases with the slots 0 to 11 from left to right. Black
+# means that the token sees the slot. (The window belongs to Gemma-2: in every second block a token
+# sees only the last few slots.)
 
 # %%
 from model import visible
@@ -202,8 +211,8 @@ cases = {"the prompt: 6 tokens from slot 0": visible(positions(0, 6), positions(
 plots.draw_masks(cases)
 
 # %% [markdown]
-# The slots on the right are white for every token, whatever they hold. That is why dead slots need no
-# cleaning.
+# The slots on the right are white for every token, whatever they hold. That is why dead slots need
+# no cleaning.
 #
 # **Try it:** set `window = 1`. How many black squares will each row of the third picture have, and
 # where?
@@ -214,9 +223,9 @@ plots.draw_masks(cases)
 #
 # ## Ragged rows for free
 #
-# In a batch of texts, each row accepts a different number of drafted tokens. The rows become *ragged*:
-# they no longer end in the same column. Where slot = position, this needs no extra code. Each row
-# brings its own positions.
+# In a batch of texts, each row accepts a different number of drafted tokens. The rows become
+# *ragged*: they no longer end in the same column. Where slot = position, this needs no extra code.
+# Each row brings its own positions.
 
 # %%
 from speculative import generate
@@ -230,8 +239,8 @@ for p, out in zip(prompts, together, strict=True):
     print(f"{len(p)} tokens, then:", tokenizer.decode(out))
 
 # %% [markdown]
-# Here are the ends of both rows, with drafted tokens that we made up. In the first row all three are
-# accepted, in the second row only one.
+# Here are the ends of both rows, with drafted tokens that we made up. In the first row all three
+# are accepted, in the second row only one.
 
 # %% jupyter={"source_hidden": true}
 rows = []
@@ -248,13 +257,14 @@ plots.draw_slots(rows)
 # %% [markdown]
 # ## The usual cache, and the bug that comes with it
 #
-# Many libraries grow their cache with `cat` and cut it with `truncate`. Here it is in a dozen lines. It
-# works as long as you never forget a call.
+# Many libraries grow their cache with `cat` and cut it with `truncate`. Here it is in a dozen
+# lines. It works as long as you never forget a call.
 
 # %%
 class CatCache:
     def __init__(self, layers):
-        self.k, self.v = [None] * layers, [None] * layers
+        self.k = [None] * layers
+        self.v = [None] * layers
 
     def write(self, layer, k, v, at, start=0):                  # the arguments of KVCache.write
         for kept, new in ((self.k, k), (self.v, v)):
@@ -286,26 +296,29 @@ def after_a_rejection(truncate):
     return step(slow[: n + 1], n, classic).softmax(-1)
 
 
-right, forgot = after_a_rejection(True), after_a_rejection(False)
+right = after_a_rejection(True)
+forgot = after_a_rejection(False)
 print(f"probability that moved: {float((right - forgot).abs().sum() / 2):.3f}")
 for name, p in (("truncated", right), ("forgotten", forgot)):
     print(name, [(tokenizer.decode([t]), round(float(p[t]), 3)) for t in p.topk(3).indices.tolist()])
 
 # %% [markdown]
-# There is no error, only a different distribution: the model reads a token that is not in the text. The
-# output still looks reasonable, which makes the bug hard to find. A batch makes it worse: `truncate`
-# cuts all rows at the same length, but each row needs its own. A cache without a length can have
-# neither bug.
+# There is no error, only a different distribution: the model reads a token that is not in the text.
+# The output still looks reasonable, which makes the bug hard to find. A batch makes it worse:
+# `truncate` cuts all rows at the same length, but each row needs its own. A cache without a length
+# can have neither bug.
 #
 # ## Three questions that readers ask
 #
-# > **Why are queries not cached?** A query is used once, by its own token, in the pass that reads that
-# > token. Keys and values are read by all later tokens. A cached step computes one query, one key and one
-# > value per head, and *reads* all earlier keys and values. No later step needs an old query.
+# > **Why are queries not cached?** A query is used once, by its own token, in the pass that reads
+# > that token. Keys and values are read by all later tokens. A cached step computes one query, one
+# > key and one value per head, and *reads* all earlier keys and values. No later step needs an old
+# > query.
 #
-# > **Do two equal words share an entry?** No. A slot belongs to a *position*. In block 0 the values of
-# > two equal words are equal, and so are their keys before the rotation. From block 1 on, they depend on
-# > the text before the word. The picture compares the two values of the word " had" in one text.
+# > **Do two equal words share an entry?** No. A slot belongs to a *position*. In block 0 the values
+# > of two equal words are equal, and so are their keys before the rotation. From block 1 on, they
+# > depend on the text before the word. The picture compares the two values of the word " had" in
+# > one text.
 
 # %%
 reading = checkpoint.encode(tokenizer, "Max had a red ball. Tom had a blue ball. They", c.bos)
@@ -323,10 +336,10 @@ side.set(xlabel="block", ylabel="cosine of the two values", ylim=(min(0, float(a
 figure
 
 # %% [markdown]
-# > **Does a sliding window shrink the context?** Less than it seems. In Gemma-2 every second block sees
-# > only the last `window` tokens. But a token at the edge of the window has itself read what was at the
-# > edge of *its* window. Each such block extends the reach by window - 1. And the other blocks see
-# > everything anyway.
+# > **Does a sliding window shrink the context?** Less than it seems. In Gemma-2 every second block
+# > sees only the last `window` tokens. But a token at the edge of the window has itself read what
+# > was at the edge of *its* window. Each such block extends the reach by window - 1. And the other
+# > blocks see everything anyway.
 #
 # We measure the reach. Take the shipped Gemma-2, narrow its window to 4, and run *only* its sliding
 # blocks. Then change one earlier token at a time: does the last position notice?
@@ -365,8 +378,8 @@ figure
 #
 # $$\text{bytes} = 2 \cdot L \cdot B \cdot H_{kv} \cdot S \cdot D \cdot \text{bytes per number}$$
 #
-# The 2 stands for keys and values. There are B rows and S slots. We compute the size first, and then
-# look at the tensors.
+# The 2 stands for keys and values. There are B rows and S slots. We compute the size first, and
+# then look at the tensors.
 
 # %%
 def cache_bytes(layers, kv_heads, head_dim, slots, batch=1, size=2):
@@ -379,16 +392,17 @@ assert predicted == cache.k.nbytes + cache.v.nbytes
 print(f"three rows of {c.max_len} slots in float32: {predicted / 2**20:.1f} MiB, predicted and measured")
 
 # %% [markdown]
-# The same formula for two models that are too large for this notebook. Llama 3 8B has 32 blocks and 8
-# key-value heads of 128 numbers (Llama team 2024, table 3). Gemma-2 9B has 42 blocks, 8 key-value heads
-# of 256 numbers, and a window of 4,096 in half of its blocks (Gemma team 2024, table 1). Both store two
-# bytes per number.
+# The same formula for two models that are too large for this notebook. Llama 3 8B has 32 blocks and
+# 8 key-value heads of 128 numbers (Llama team 2024, table 3). Gemma-2 9B has 42 blocks, 8 key-value
+# heads of 256 numbers, and a window of 4,096 in half of its blocks (Gemma team 2024, table 1). Both
+# store two bytes per number.
 #
-# **Predict:** which one needs more memory for 8,192 tokens? How much would Gemma-2 save if its sliding
-# blocks kept only their window?
+# **Predict:** which one needs more memory for 8,192 tokens? How much would Gemma-2 save if its
+# sliding blocks kept only their window?
 
 # %%
-GiB, far = 2**30, range(0, 32769, 1024)
+GiB = 2**30
+far = range(0, 32769, 1024)
 curves = {
     "Llama-3-8B": [cache_bytes(32, 8, 128, s) / GiB for s in far],
     "the same without grouping (32 KV heads)": [cache_bytes(32, 32, 128, s) / GiB for s in far],
@@ -409,12 +423,12 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# At 8,192 tokens Gemma-2-9B needs more than twice as much, and keeping only the windows would save a
-# quarter of it. For one short text the cache is small compared with the weights (16 GB for Llama-3-8B).
-# For many long texts it is the larger part, and every pass must read all of it.
+# At 8,192 tokens Gemma-2-9B needs more than twice as much, and keeping only the windows would save
+# a quarter of it. For one short text the cache is small compared with the weights (16 GB for
+# Llama-3-8B). For many long texts it is the larger part, and every pass must read all of it.
 #
-# **Try it:** a device holds 24 GB. How many texts of 8,192 tokens fit beside Llama-3-8B? And with 8 bits
-# per number (`size=1`)?
+# **Try it:** a device holds 24 GB. How many texts of 8,192 tokens fit beside Llama-3-8B? And with 8
+# bits per number (`size=1`)?
 #
 # <details><summary>Answer</summary>
 # 7.9 GB are left, and a text takes one gibibyte: seven, and fourteen.
@@ -424,24 +438,25 @@ figure
 #
 # Answer first. Then unfold the answer, and the check that is folded below it.
 #
-# **1.** After a prompt of m tokens, we write n more without a cache. How many positions are computed?
-# How many with a cache?
+# **1.** After a prompt of m tokens, we write n more without a cache. How many positions are
+# computed? How many with a cache?
 #
 # <details><summary>Answer</summary>
-# Without: m + (m+1) + ... + (m+n-1) = n·m + n(n-1)/2. With: m + n - 1, because the last token written
-# is never read.
+# Without: m + (m+1) + ... + (m+n-1) = n·m + n(n-1)/2. With: m + n - 1, because the last token
+# written is never read.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-m, count = len(prompt), 20
+m = len(prompt)
+count = 20
 assert write(prompt, count)[1] == count * m + count * (count - 1) // 2
 fresh = KVCache(c, 1, m + count, model.attention_dtype(), device)
 assert write_cached(prompt, count, fresh)[1] == m + count - 1
 print("both counts agree")
 
 # %% [markdown]
-# **2.** The library fills a new cache with zeros, although no token may see an unwritten slot. Why not
-# leave the memory as it is?
+# **2.** The library fills a new cache with zeros, although no token may see an unwritten slot. Why
+# not leave the memory as it is?
 #
 # <details><summary>Answer</summary>
 # A hidden slot gets weight 0, but 0 · NaN is NaN. Memory that was never written may hold anything.
@@ -456,12 +471,12 @@ assert spoilt.isnan().any()
 print("NaN in slots that no token may see reached the logits")
 
 # %% [markdown]
-# **3.** A rejected token left its key in slot 20. The next block starts at slot 20 and has one token.
-# In which pass could a token see the old key?
+# **3.** A rejected token left its key in slot 20. The next block starts at slot 20 and has one
+# token. In which pass could a token see the old key?
 #
 # <details><summary>Answer</summary>
-# In none. The pass that starts at slot 20 overwrites the slot before its attention reads it, and every
-# later token comes after that.
+# In none. The pass that starts at slot 20 overwrites the slot before its attention reads it, and
+# every later token comes after that.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -471,19 +486,21 @@ assert not visible(positions(19, 1), positions(19, 1), 21)[0, 0, 20]
 print("slot 20 is first read by the token that has just overwritten it")
 
 # %% [markdown]
-# **4.** Llama-3-8B writes several texts of 8,192 tokens at the same time. From how many texts on is its
-# cache larger than its weights (8.03 billion numbers of two bytes)?
+# **4.** Llama-3-8B writes several texts of 8,192 tokens at the same time. From how many texts on is
+# its cache larger than its weights (8.03 billion numbers of two bytes)?
 #
 # <details><summary>Answer</summary>
-# The cache takes one gibibyte per text. The weights take 16.06 GB, which is just under 15 GiB. So with
-# the fifteenth text the cache becomes the larger one.
+# The cache takes one gibibyte per text. The weights take 16.06 GB, which is just under 15 GiB. So
+# with the fifteenth text the cache becomes the larger one.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-weights, one_text = 8.03e9 * 2, cache_bytes(32, 8, 128, 8192)
+weights = 8.03e9 * 2
+one_text = cache_bytes(32, 8, 128, 8192)
 assert round(weights / 1e9) == 16 and 14 < weights / one_text < 15
 assert [int((24e9 - weights) // (one_text * share)) for share in (1, 0.5)] == [7, 14]   # the trial above
 print("from the fifteenth text on")
 
 # %% [markdown]
-# Next: [sampling](03_sampling.ipynb). The model gives a distribution. How does it become *one* token?
+# Next: [sampling](03_sampling.ipynb). The model gives a distribution. How does it become *one*
+# token?

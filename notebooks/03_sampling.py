@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 3. Sampling: from a distribution to one token
 #
-# The model does not choose a token. It gives a probability to every token. This notebook shows the ways
-# to choose one, on a real distribution. It ends with a rule that makes the rest of the library
-# testable: **randomness is an argument.** A distribution and one uniform number, a *coin*, determine
-# the token. The same coin gives the same token on every machine and in every language.
+# The model does not choose a token. It gives a probability to every token. This notebook shows the
+# ways to choose one, on a real distribution. It ends with a rule that makes the rest of the library
+# testable: **randomness is an argument.** A distribution and one uniform number, a *coin*,
+# determine the token. The same coin gives the same token on every machine and in every language.
 #
 # You need [1, the forward pass](01_forward_pass.ipynb). About 35 minutes.
 
@@ -15,7 +15,8 @@ MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llam
 # %%
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
-c, device = model.c, model.tok.device
+c = model.c
+device = model.tok.device
 prompt = checkpoint.encode(tokenizer, "One day, a little girl went to the park. There she saw a big", c.bos)
 logits = model(torch.tensor([prompt], device=device))[0, -1].cpu()     # (V,): for the next token
 print("logits", tuple(logits.shape), "from", float(logits.min()), "to", float(logits.max()))
@@ -23,8 +24,8 @@ print("logits", tuple(logits.shape), "from", float(logits.min()), "to", float(lo
 # %% [markdown]
 # ## One real distribution
 #
-# Softmax turns logits into probabilities: take the exponential of each, and divide by their sum. Here
-# are the most likely tokens after "There she saw a big".
+# Softmax turns logits into probabilities: take the exponential of each, and divide by their sum.
+# Here are the most likely tokens after "There she saw a big".
 
 # %%
 p = (logits - logits.max()).exp()
@@ -42,8 +43,8 @@ side.set_ylabel("probability")
 figure
 
 # %% [markdown]
-# There is a long tail: thousands of tokens, each very unlikely. Together they matter, and one odd word
-# can lead a whole story astray. The settings below deal with the tail.
+# There is a long tail: thousands of tokens, each very unlikely. Together they matter, and one odd
+# word can lead a whole story astray. The settings below deal with the tail.
 #
 # ## Temperature: sharper or flatter
 #
@@ -68,18 +69,18 @@ for side, T in zip(sides.flat, temperatures, strict=False):
 figure
 
 # %% [markdown]
-# As T falls towards 0, all the probability moves to the most likely token. So the library defines T = 0
-# as that limit, a *one-hot* distribution: 1 for the best token and 0 for all others. Greedy decoding is
-# then no special case. It is sampling from a one-hot, and everything that holds for sampling holds for
-# it.
+# As T falls towards 0, all the probability moves to the most likely token. So the library defines T
+# = 0 as that limit, a *one-hot* distribution: 1 for the best token and 0 for all others. Greedy
+# decoding is then no special case. It is sampling from a one-hot, and everything that holds for
+# sampling holds for it.
 #
 # ## Three ways to cut the tail
 #
 # - **top-k** keeps the k most likely tokens.
 # - **top-p** (Holtzman et al. 2020, "nucleus sampling") keeps the most likely tokens until their
 #   probabilities sum to p.
-# - **min-p** (Nguyen et al. 2024) keeps every token that is at least min-p times as likely as the best
-#   one.
+# - **min-p** (Nguyen et al. 2024) keeps every token that is at least min-p times as likely as the
+#   best one.
 #
 # What remains is scaled to sum to 1 again. Each takes a few lines:
 
@@ -119,9 +120,9 @@ sides[0].set_ylabel("probability")
 figure
 
 # %% [markdown]
-# The outlines show the distribution before the cut. Removing more of the tail raises what is left by
-# more. How many tokens stay depends on how sure the model is. Let us read a story and count, at each
-# position, how many tokens could follow.
+# The outlines show the distribution before the cut. Removing more of the tail raises what is left
+# by more. How many tokens stay depends on how sure the model is. Let us read a story and count, at
+# each position, how many tokens could follow.
 #
 # **Predict:** which of the three curves is flat? Which of the other two jumps higher?
 
@@ -146,23 +147,23 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# Top-k allows the same number everywhere: too many where only one word fits, and too few where a hundred
-# do. Top-p and min-p follow the model: where it is sure, both leave one token. Where it is unsure, top-p
-# jumps higher, because it must add up many small probabilities to reach its sum.
+# Top-k allows the same number everywhere: too many where only one word fits, and too few where a
+# hundred do. Top-p and min-p follow the model: where it is sure, both leave one token. Where it is
+# unsure, top-p jumps higher, because it must add up many small probabilities to reach its sum.
 #
 # **Try it:** set top-p to 0.95. Which parts of its curve will move, the peaks or the valleys?
 #
 # <details><summary>Answer</summary>
-# The peaks move most: a long tail needs many more tokens to reach 0.95. A valley where one token has
-# more than 95 % stays at 1.
+# The peaks move most: a long tail needs many more tokens to reach 0.95. A valley where one token
+# has more than 95 % stays at 1.
 # </details>
 #
 # ## The order of the filters
 #
-# The order matters. With a temperature above 1, the distribution becomes flatter, so a top-p that comes
-# after it keeps more tokens than one that comes before it. Libraries differ here: `transformers`
-# applies the temperature first, and so do we; llama.cpp applies it last by default. The same settings
-# can mean two different distributions.
+# The order matters. With a temperature above 1, the distribution becomes flatter, so a top-p that
+# comes after it keeps more tokens than one that comes before it. Libraries differ here:
+# `transformers` applies the temperature first, and so do we; llama.cpp applies it last by default.
+# The same settings can mean two different distributions.
 
 # %%
 hot = 1.8
@@ -189,9 +190,10 @@ figure
 # </details>
 #
 # The library has one order (temperature, top-k, top-p, min-p) in one function, `to_probs`. Plain
-# decoding uses it, and so do both sides of speculative decoding: the draft, and the model that checks
-# it. If the *draft* were filtered in another order, the text would stay exact, but fewer drafted tokens
-# would be accepted. If the *checking* model were, the distribution of the text would change.
+# decoding uses it, and so do both sides of speculative decoding: the draft, and the model that
+# checks it. If the *draft* were filtered in another order, the text would stay exact, but fewer
+# drafted tokens would be accepted. If the *checking* model were, the distribution of the text would
+# change.
 #
 # ## Choosing: the coin decides
 #
@@ -217,9 +219,10 @@ ids = short.nonzero()[:, 0].tolist()
 plots.draw_line([plots.word(tokenizer, t) for t in ids], short[ids].tolist(), marks)
 
 # %% [markdown]
-# The pieces are in the order of their ids, not of their sizes. Any fixed order works, as long as it is
-# the same everywhere. **u is an argument**: if you know p and u, you know the token. The library's
-# `Coins` does the same for whole batches. (`uniforms(seed, first, count)` are the numbers it uses.)
+# The pieces are in the order of their ids, not of their sizes. Any fixed order works, as long as it
+# is the same everywhere. **u is an argument**: if you know p and u, you know the token. The
+# library's `Coins` does the same for whole batches. (`uniforms(seed, first, count)` are the numbers
+# it uses.)
 
 # %%
 from sampling import Coins, uniforms
@@ -233,10 +236,10 @@ print("fifty tokens, chosen by hand and by the library:", [tokenizer.decode([pic
 # %% [markdown]
 # ## Where the coins come from
 #
-# Random number generators differ between libraries, and between CPU and GPU. With them, no two programs
-# could be compared token by token. So the library brings its own: SplitMix64 (Steele, Lea and Flood
-# 2014). It takes about ten lines in any language. Number i does not depend on the numbers before it, so
-# you can compute the millionth one directly.
+# Random number generators differ between libraries, and between CPU and GPU. With them, no two
+# programs could be compared token by token. So the library brings its own: SplitMix64 (Steele, Lea
+# and Flood 2014). It takes about ten lines in any language. Number i does not depend on the numbers
+# before it, so you can compute the millionth one directly.
 
 # %%
 def splitmix(seed, i):
@@ -254,8 +257,8 @@ assert naive == uniforms(42, 0, 1000).tolist()
 print(naive[:3])
 
 # %% [markdown]
-# Do they look random? On the left is a histogram. On the right, each number is plotted against the next
-# one. A pattern there would mean that one coin says something about the following one.
+# Do they look random? On the left is a histogram. On the right, each number is plotted against the
+# next one. A pattern there would mean that one coin says something about the following one.
 
 # %% jupyter={"source_hidden": true}
 u = uniforms(7, 0, 4000)
@@ -281,14 +284,14 @@ for T in (0, 0.5, 1.0, 1.5):
 # %% [markdown]
 # ## Does the sampler sample? A test with chance in it
 #
-# Draw many tokens and count them. If the sampler is right, token t should come up about n·p(t) times.
-# Pearson's statistic measures how far off the counts are:
+# Draw many tokens and count them. If the sampler is right, token t should come up about n·p(t)
+# times. Pearson's statistic measures how far off the counts are:
 #
 # $$\chi^2 = \sum_t \frac{(\text{count}_t - n\,p_t)^2}{n\,p_t}$$
 #
 # For a correct sampler and m tokens, its distribution is known, with mean m - 1. We compare two
-# samplers: ours, and a "simplified" one that draws from probabilities rounded to multiples of 1/20. (A
-# thousandth is added to each, so that a token that was rounded down to 0 can still be drawn.)
+# samplers: ours, and a "simplified" one that draws from probabilities rounded to multiples of 1/20.
+# (A thousandth is added to each, so that a token that was rounded down to 0 can still be drawn.)
 
 # %%
 def chi_square(p, drawn):
@@ -313,11 +316,12 @@ for name, weights in (("the library", some), ("rounded to 1/20", rounded)):
 # expect?
 #
 # <details><summary>Answer</summary>
-# The excess over 9 falls in proportion to the draws. With 20 draws it is lost in the chance variation.
+# The excess over 9 falls in proportion to the draws. With 20 draws it is lost in the chance
+# variation.
 # </details>
 #
-# **Predict:** repeat the test of the correct sampler 200 times. How often will its probability be below
-# 5 %?
+# **Predict:** repeat the test of the correct sampler 200 times. How often will its probability be
+# below 5 %?
 
 # %%
 many = Coins(1).choose(some.expand(200 * 2000, -1)).view(200, 2000)
@@ -342,12 +346,12 @@ figure
 
 # %% [markdown]
 # By construction, a correct sampler fails such a test one time in twenty. A suite with a hundred of
-# these tests would fail nearly every time. If we demand one in a million instead of 5 %, small mistakes
-# pass. This is the price of a test with chance in it.
+# these tests would fail nearly every time. If we demand one in a million instead of 5 %, small
+# mistakes pass. This is the price of a test with chance in it.
 #
-# Because our coins are an argument, there is a better way. Instead of drawing many times, go through
-# *every* outcome of the coin, add up the probabilities, and compare exactly. The next notebook does
-# this with a whole round of speculative decoding.
+# Because our coins are an argument, there is a better way. Instead of drawing many times, go
+# through *every* outcome of the coin, add up the probabilities, and compare exactly. The next
+# notebook does this with a whole round of speculative decoding.
 #
 # ## Questions
 #
@@ -375,8 +379,8 @@ assert torch.equal(to_probs(logits, temperature=1.0, min_p=1.0), to_probs(logits
 print("one token stays")
 
 # %% [markdown]
-# **3.** A sampler compares `u * total <= reached` instead of `<`. When does it give a different token?
-# Is that bad?
+# **3.** A sampler compares `u * total <= reached` instead of `<`. When does it give a different
+# token? Is that bad?
 #
 # <details><summary>Answer</summary>
 # When u falls exactly on an edge, above all when u = 0. If the first tokens have probability 0, it
@@ -396,13 +400,13 @@ assert int(Zero().choose(weights)) == pick(weights, 0.0) == 2
 print("u = 0 skips tokens of probability 0")
 
 # %% [markdown]
-# **4.** Two prompts are sampled in one batch with seed 5, then each alone with seed 5. Are the texts
-# equal?
+# **4.** Two prompts are sampled in one batch with seed 5, then each alone with seed 5. Are the
+# texts equal?
 #
 # <details><summary>Answer</summary>
 # Only where a row gets the same coins. The rows of a batch share one stream: row 0 takes the first
-# number, row 1 the second. Alone, the second prompt would get the first one. Only greedy rows are sure
-# to be equal, because coins do not matter there.
+# number, row 1 the second. Alone, the second prompt would get the first one. Only greedy rows are
+# sure to be equal, because coins do not matter there.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -416,5 +420,5 @@ assert batch == [generate(model, [ids], 8)[0][0] for ids in (prompt, other)]
 print("the first token of row 0 is the same; greedy rows are the same to the end")
 
 # %% [markdown]
-# Next: [speculative decoding](04_speculative_decoding.ipynb). It takes two distributions, p and q, and
-# a few coins, and the text stays the same.
+# Next: [speculative decoding](04_speculative_decoding.ipynb). It takes two distributions, p and q,
+# and a few coins, and the text stays the same.

@@ -1,14 +1,15 @@
 # %% [markdown]
 # # 4. Speculative decoding: draft, check, and change nothing
 #
-# A cheap model drafts a few tokens. The expensive one, the *target*, checks all of them in one pass,
-# and keeps them up to the first one it rejects (Leviathan et al. 2023,
+# A cheap model drafts a few tokens. The expensive one, the *target*, checks all of them in one
+# pass, and keeps them up to the first one it rejects (Leviathan et al. 2023,
 # [2211.17192](https://arxiv.org/abs/2211.17192), and, independently, Chen et al. 2023,
-# [2302.01318](https://arxiv.org/abs/2302.01318)). First the *mechanism*, a program on one page. Then the
-# *proof*: three lines, and an enumeration of everything that can happen. Then the *economics*: when to
-# turn it off.
+# [2302.01318](https://arxiv.org/abs/2302.01318)). First the *mechanism*, a program on one page.
+# Then the *proof*: three lines, and an enumeration of everything that can happen. Then the
+# *economics*: when to turn it off.
 #
-# You need [3, sampling](03_sampling.ipynb), and the cache of [2](02_kv_cache.ipynb). About 45 minutes.
+# You need [3, sampling](03_sampling.ipynb), and the cache of [2](02_kv_cache.ipynb). About 45
+# minutes.
 
 # %%
 # %run start.py
@@ -19,7 +20,8 @@ from sampling import Coins, to_probs
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
-c, device = model.c, model.tok.device
+c = model.c
+device = model.tok.device
 EXIT = max(1, c.n_layers // 6)                                  # the first sixth of the blocks will draft
 prompt = checkpoint.encode(tokenizer, "Once upon a time, there was a little", c.bos)
 print(f"{EXIT} of {c.n_layers} blocks draft; the whole model checks")
@@ -27,9 +29,9 @@ print(f"{EXIT} of {c.n_layers} blocks draft; the whole model checks")
 # %% [markdown]
 # ## The mechanism: `minimal.py`, line by line
 #
-# `minimal.py` has the whole idea on one page: first without a cache, then with one. We read it along
-# with a real text. What does a part of the model say about the next token, and what does the whole model
-# say?
+# `minimal.py` has the whole idea on one page: first without a cache, then with one. We read it
+# along with a real text. What does a part of the model say about the next token, and what does the
+# whole model say?
 #
 # We take a story, and in it a place where the part and the whole model disagree a good deal.
 
@@ -61,21 +63,21 @@ loop = inspect.getsource(minimal.rounds)
 print(loop[loop.index("    while left"):])
 
 # %% [markdown]
-# **Draft.** The number of tokens drafted per round is called `gamma`. We keep the distributions, because
-# the test needs exactly the q that each token was drawn from.
+# **Draft.** The number of tokens drafted per round is called `gamma`. We keep the distributions,
+# because the test needs exactly the q that each token was drawn from.
 #
-# **Verify.** The whole model gives p at the same places. All drafted tokens are known before it runs,
-# so with a cache this is *one* pass over gamma + 1 tokens. What does `verify` do with them?
+# **Verify.** The whole model gives p at the same places. All drafted tokens are known before it
+# runs, so with a cache this is *one* pass over gamma + 1 tokens. What does `verify` do with them?
 
 # %%
 print(inspect.getsource(minimal.verify))
 
 # %% [markdown]
-# A drafted token t, drawn from q, is accepted with probability min(1, p(t) / q(t)). The first rejection
-# ends the round, because the later tokens were drafted after a token that is not in the text. In its
-# place comes the *correction*, drawn from the *residual* max(p - q, 0). If all are accepted, the p after
-# the last of them gives one more token for free, the *bonus*. So each round writes at least one token and
-# at most gamma + 1.
+# A drafted token t, drawn from q, is accepted with probability min(1, p(t) / q(t)). The first
+# rejection ends the round, because the later tokens were drafted after a token that is not in the
+# text. In its place comes the *correction*, drawn from the *residual* max(p - q, 0). If all are
+# accepted, the p after the last of them gives one more token for free, the *bonus*. So each round
+# writes at least one token and at most gamma + 1.
 #
 # Now watch a few rounds. Tokens drafted after a rejected one are never tested. We call them *dead*.
 
@@ -99,19 +101,20 @@ with torch.device(device):
 # ## With a cache
 #
 # Without a cache, every token of the text is read again for each distribution. With the cache of
-# [notebook 2](02_kv_cache.ipynb), each token is read once. Here are "Draft" and "Verify" again. **Find
-# the lines that differ,** before you read on.
+# [notebook 2](02_kv_cache.ipynb), each token is read once. Here are "Draft" and "Verify" again.
+# **Find the lines that differ,** before you read on.
 
 # %%
 cached = inspect.getsource(minimal.rounds_with_cache)
 print(cached[cached.index("        # Draft") : cached.index("        accepted, token")])
 
 # %% [markdown]
-# - The first blocks read D, the last known token, and each drafted token as it comes. What they make of
-#   it (`xs`) is kept: the whole model would compute the same.
+# - The first blocks read D, the last known token, and each drafted token as it comes. What they
+#   make of it (`xs`) is kept: the whole model would compute the same.
 # - The other blocks read all of them in one pass. So a round reads the weights of the first blocks
 #   gamma + 1 times, and those of the others once.
-# - Nothing is taken back after a rejection. The next round begins at a lower place and overwrites it.
+# - Nothing is taken back after a rejection. The next round begins at a lower place and overwrites
+#   it.
 #
 # The two write the same text with the same random numbers:
 
@@ -130,14 +133,15 @@ print("equal, all", sum(map(len, texts[0])), "tokens")
 #
 # ## The proof, as a picture
 #
-# The common part of the two distributions, min(p, q), is written as accepted tokens. Where q has more
-# than p, the surplus is rejected. Where p has more than q, max(p - q, 0), the missing part is written as
-# corrections. Both surpluses have the same size, because p and q both sum to 1.
+# The common part of the two distributions, min(p, q), is written as accepted tokens. Where q has
+# more than p, the surplus is rejected. Where p has more than q, max(p - q, 0), the missing part is
+# written as corrections. Both surpluses have the same size, because p and q both sum to 1.
 #
 # **Predict:** which token is rejected most often? Which one is the most frequent correction?
 
 # %%
-common, residual = torch.minimum(p, q), (p - q).clamp(min=0)
+common = torch.minimum(p, q)
+residual = (p - q).clamp(min=0)
 shown = ((p + q) > 0).nonzero()[:, 0]
 shown = shown[p[shown].argsort(descending=True, stable=True)]
 names = [plots.word(tokenizer, t) for t in shown.tolist()]
@@ -177,12 +181,12 @@ print(f"rejected most often: {most[0]!r}; most frequent correction: {most[1]!r}"
 # ## The exact distribution, by enumeration
 #
 # The proof is about the idea. A program can still be wrong. So we run the *program*, and go through
-# everything that can happen. A `Coins` object makes every random decision, so we pass one that decides
-# as we prescribe and multiplies the probabilities (`notebooks/outcomes.py`). One run per path gives the
-# exact probability of every text, without samples and without noise.
+# everything that can happen. A `Coins` object makes every random decision, so we pass one that
+# decides as we prescribe and multiplies the probabilities (`notebooks/outcomes.py`). One run per
+# path gives the exact probability of every text, without samples and without noise.
 #
-# To keep the tree small, only the two most likely tokens at each place keep a probability. We draft one
-# token per round and write two, at the same place in the story as above.
+# To keep the tree small, only the two most likely tokens at each place keep a probability. We draft
+# one token per round and write two, at the same place in the story as above.
 
 # %%
 from layerskip import SelfDraft
@@ -204,9 +208,9 @@ paths = every_path(lambda coins: write(coins, count=2, gamma=1))
 plots.draw_outcomes(paths, lambda token: plots.word(tokenizer, token))
 
 # %% [markdown]
-# Each branch is one decision with its probability, and a path multiplies them; dots only lead to the
-# text. Equal texts have the same colour. Some come about in two ways, once as an accepted token followed
-# by the bonus, and once as a correction followed by one more token. The two add up.
+# Each branch is one decision with its probability, and a path multiplies them; dots only lead to
+# the text. Equal texts have the same colour. Some come about in two ways, once as an accepted token
+# followed by the bonus, and once as a correction followed by one more token. The two add up.
 #
 # What would the model do by itself? Multiply its own probabilities along each text:
 
@@ -222,7 +226,8 @@ def plain_law(count):
     return chances
 
 
-alone, speculative = plain_law(2), total(paths)
+alone = plain_law(2)
+speculative = total(paths)
 assert alone.keys() == speculative.keys() and all(abs(alone[t] - speculative[t]) < 1e-5 for t in alone)
 for text in alone:
     ways = [f"{probability(steps):.3f}" for steps, end in paths if end == text]
@@ -233,7 +238,8 @@ for text in alone:
 
 # %%
 paths = every_path(lambda coins: write(coins, count=3, gamma=2))
-speculative, truth = total(paths), plain_law(3)
+speculative = total(paths)
+truth = plain_law(3)
 assert speculative.keys() == truth.keys() and all(abs(speculative[t] - truth[t]) < 1e-5 for t in truth)
 print(f"{len(paths)} paths, {len(truth)} texts; the probabilities sum to {sum(speculative.values()):.12f}")
 print("largest difference from the model alone:", max(abs(speculative[t] - truth[t]) for t in truth))
@@ -241,8 +247,9 @@ print("largest difference from the model alone:", max(abs(speculative[t] - truth
 # %% [markdown]
 # ## A planted mistake
 #
-# The most natural mistake is to draw the next token from p after a rejection. Is p not what we want?
-# Here is `verify` for one row with this mistake. Beside it is a second one: accept everything.
+# The most natural mistake is to draw the next token from p after a rejection. Is p not what we
+# want? Here is `verify` for one row with this mistake. Beside it is a second one: accept
+# everything.
 
 # %%
 def resample_from_p(p, q, tokens, coins, length):
@@ -263,18 +270,21 @@ for wrong in (resample_from_p, accept_everything):              # the loop takes
 plots.draw_texts(laws, {t: tokenizer.decode(t).strip() for t in sorted(truth, key=truth.get, reverse=True)})
 
 # %% [markdown]
-# The first mistake writes too often what the draft prefers: after a rejection it may draw a token that
-# was drafted too often already. Both mistakes write fluent text. No reader would notice, and a test
-# that compares greedy texts would miss the first one. An enumeration finds either of them at once.
+# The first mistake writes too often what the draft prefers: after a rejection it may draw a token
+# that was drafted too often already. Both mistakes write fluent text. No reader would notice, and a
+# test that compares greedy texts would miss the first one. An enumeration finds either of them at
+# once.
 #
-# Such mistakes were shipped: [a museum](../exercises/museum.md) shows them. In the second, `transformers`
-# took a *softmax* of the residual instead of scaling it to sum to 1
+# Such mistakes were shipped: [a museum](../exercises/museum.md) shows them. In the second,
+# `transformers` took a *softmax* of the residual instead of scaling it to sum to 1
 # ([#28508](https://github.com/huggingface/transformers/pull/28508)).
 #
-# **Predict,** on paper: p = (0.5, 0.5) and q = (0.2, 0.8). Which token does it write too often, and why?
+# **Predict,** on paper: p = (0.5, 0.5) and q = (0.2, 0.8). Which token does it write too often, and
+# why?
 
 # %%
-p_two, q_two = torch.tensor([0.5, 0.5]), torch.tensor([0.2, 0.8])
+p_two = torch.tensor([0.5, 0.5])
+q_two = torch.tensor([0.2, 0.8])
 left = (p_two - q_two).clamp(min=0)                             # (0.3, 0): only the first may replace
 text = torch.minimum(p_two, q_two) + left.sum() * left.softmax(-1)
 off = float((text - p_two).abs().sum() / 2)
@@ -282,19 +292,21 @@ assert abs(off - 0.128) < 5e-4 and text[1] > p_two[1]           # the museum's f
 print(f"written {text[0]:.3f} and {text[1]:.3f}; {off:.3f} of the probability has moved")
 
 # %% [markdown]
-# The second token: a softmax is never 0, so what q has too much of can come back as its own replacement.
+# The second token: a softmax is never 0, so what q has too much of can come back as its own
+# replacement.
 #
 # ## The library's loop, one step at a time
 #
-# `rounds` is a Python generator: each `next` gives one round and everything that happened in it. Each
-# line of the table is a drafted token, with its p, its q and the verdict.
+# `rounds` is a Python generator: each `next` gives one round and everything that happened in it.
+# Each line of the table is a drafted token, with its p, its q and the verdict.
 # ([run.html](../docs/run.html) steps through a whole run in the same way.)
 #
-# **Try it:** run the second cell again and again. Cover the last column: which verdicts do p and q settle?
+# **Try it:** run the second cell again and again. Cover the last column: which verdicts do p and q
+# settle?
 #
 # <details><summary>Answer</summary>
-# Where p is at least q, the token is accepted; where p is 0, it is rejected. In between a coin decides.
-# After a rejection nothing is tested.
+# Where p is at least q, the token is accepted; where p is 0, it is rejected. In between a coin
+# decides. After a rejection nothing is tested.
 # </details>
 
 # %%
@@ -327,7 +339,8 @@ drafters = {"first blocks": lambda gamma: SelfDraft(model, range(2 * EXIT), gamm
 small, other = checkpoint.load(ROOT / "weights" / "stories-draft", device, torch.float32)
 if other.get_vocab() == tokenizer.get_vocab():                  # otherwise its ids stand for other words
     drafters["small model"] = lambda gamma: ModelDraft(small, gamma)
-gamma, (plain, passes) = 5, generate(model, [prompt], 80)
+gamma = 5
+plain, passes = generate(model, [prompt], 80)
 runs = {name: plots.record(model, tokenizer, [prompt], 80, make(gamma)) for name, make in drafters.items()}
 for name, seen in runs.items():
     assert [t.id for t in seen.rows[0]] == plain[0]
@@ -338,17 +351,18 @@ for name, seen in runs.items():
     display(HTML(f"<b>{name}</b>"), HTML(plots.text_html(seen)))
 
 # %% [markdown]
-# The colour and the line below a token show where it came from; hover over it for more. The n-gram saves
-# little here: a short story seldom repeats itself. It does better where text is copied, as in code.
+# The colour and the line below a token show where it came from; hover over it for more. The n-gram
+# saves little here: a short story seldom repeats itself. It does better where text is copied, as in
+# code.
 #
 # ## Suffix decoding: copy what came before
 #
-# Copied text is the cheapest draft. An n-gram looks for the last n tokens, with one n for all texts.
-# *Suffix decoding* (Oliaro et al. 2024, [2411.04975](https://arxiv.org/abs/2411.04975)) tries every
-# *suffix*: the last token, the last two, and so on, and counts what has followed each of them so far.
-# From a suffix of m tokens it follows the most frequent next token, for at most 2m tokens, and as long as
-# the chance of the whole copy stays above a limit. It drafts the copy that promises the most accepted
-# tokens.
+# Copied text is the cheapest draft. An n-gram looks for the last n tokens, with one n for all
+# texts. *Suffix decoding* (Oliaro et al. 2024, [2411.04975](https://arxiv.org/abs/2411.04975))
+# tries every *suffix*: the last token, the last two, and so on, and counts what has followed each
+# of them so far. From a suffix of m tokens it follows the most frequent next token, for at most 2m
+# tokens, and as long as the chance of the whole copy stays above a limit. It drafts the copy that
+# promises the most accepted tokens.
 #
 # Here it writes code. **Look:** which copies are right?
 
@@ -359,15 +373,16 @@ code = checkpoint.encode(tokenizer, read_prompts("code")[0]["prompt"], c.bos)
 lookup = Suffix(7)
 print("suffix that is known already -> copy                                 accepted")
 for state, r in rounds(model, [code], 32, lookup):
-    drafted, before = r.draft.tokens[0].tolist(), len(state.known[0]) - len(r.new[0])
+    drafted = r.draft.tokens[0].tolist()
+    before = len(state.known[0]) - len(r.new[0])
     if drafted:
         suffix = tokenizer.decode(state.known[0][before - lookup.matched[0] : before])
         print(f"{suffix[-30:]!r:34} -> {tokenizer.decode(drafted)!r:34} {int(r.accepted)} of {len(drafted)}")
 
 # %% [markdown]
-# Names recur often, whole phrases less often. Nothing is computed for a copy. So it gains wherever a text
-# repeats itself: in code, in summaries of a prompt, in lists. (The paper also keeps the texts of earlier
-# requests, and can draft a tree.) A story repeats names and short phrases only:
+# Names recur often, whole phrases less often. Nothing is computed for a copy. So it gains wherever
+# a text repeats itself: in code, in summaries of a prompt, in lists. (The paper also keeps the
+# texts of earlier requests, and can draft a tree.) A story repeats names and short phrases only:
 
 # %% jupyter={"source_hidden": true}
 from support.stats import Counts
@@ -387,7 +402,8 @@ assert Path(MODEL).name != "stories-llama" or copied["stories"] < copied["code"]
 # ## Acceptance by position
 #
 # Make the drafts long, and count for each place in a draft: how often was it *tested*, that is, how
-# often was everything before it accepted? And how often was it then accepted? We continue eight stories.
+# often was everything before it accepted? And how often was it then accepted? We continue eight
+# stories.
 #
 # **Predict:** is the sixth token, *when it is tested*, accepted less often than the first?
 
@@ -396,11 +412,14 @@ from control import expected_tokens
 
 K = 6
 prompts = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts("stories")]
-tested, kept, seen = torch.zeros(K), torch.zeros(K), Counts()
+tested = torch.zeros(K)
+kept = torch.zeros(K)
+seen = Counts()
 for ids in prompts:
     for _, r in rounds(model, [ids], 64, SelfDraft(model, range(2 * EXIT), K)):
         seen.add(r)
-        proposed, accepted = int(r.proposed), int(r.accepted)
+        proposed = int(r.proposed)
+        accepted = int(r.accepted)
         tested[: min(accepted + 1, proposed)] += 1
         kept[:accepted] += 1
 rate = kept / tested
@@ -413,7 +432,8 @@ if Path(MODEL).name == "stories-llama":
 
 # %% jupyter={"source_hidden": true}
 figure, ((left, right),) = plots.axes(1, 2)
-at, first = range(1, K + 1), float(rate[0])
+at = range(1, K + 1)
+first = float(rate[0])
 left.errorbar(at, rate, yerr=2 * error, color=plots.HUES[0], marker="o", ms=4, capsize=3,
               label="accepted of tested (bars: 2 standard errors)")
 left.plot(at, kept / tested[0], color=plots.HUES[1], marker="s", ms=4, label="accepted of all drafts")
@@ -427,55 +447,57 @@ right.legend(frameon=False)
 figure
 
 # %% [markdown]
-# Accepted tokens become rare at late places because those places are *reached* less and less often. A
-# late token that is reached is accepted about as often as a first one: the differences are within the
-# error bars. If every place were exactly like the first, the orange line would be the dotted one. Then
-# each tested token is accepted with the same probability alpha, and a round writes
+# Accepted tokens become rare at late places because those places are *reached* less and less often.
+# A late token that is reached is accepted about as often as a first one: the differences are within
+# the error bars. If every place were exactly like the first, the orange line would be the dotted
+# one. Then each tested token is accepted with the same probability alpha, and a round writes
 #
 # $$E[\text{tokens}] = 1 + \alpha + \alpha^2 + \dots + \alpha^\gamma
 # = \frac{1 - \alpha^{\gamma+1}}{1 - \alpha} \qquad\text{(Leviathan et al., eq. 1)}$$
 #
 # ## Two ratios that are easily confused
 #
-# - **alpha** = accepted / *tested*. The formula needs this one. The library counts the first token of
-#   each round, which is always tested.
+# - **alpha** = accepted / *tested*. The formula needs this one. The library counts the first token
+#   of each round, which is always tested.
 # - **yield** = accepted / *drafted*, with all drafted tokens counted. vLLM reports it as "draft
 #   acceptance rate". Dead tokens pull it down.
 #
-# **Predict:** alpha is 0.8 and each draft has 5 tokens. How many tokens does a round write? How large
-# is the yield? And what does the formula give if you put the yield in by mistake?
+# **Predict:** alpha is 0.8 and each draft has 5 tokens. How many tokens does a round write? How
+# large is the yield? And what does the formula give if you put the yield in by mistake?
 
 # %% jupyter={"source_hidden": true}
-alpha, gamma = 0.8, 5
+alpha = 0.8
+gamma = 5
 tokens = expected_tokens(alpha, gamma)
 yields = (tokens - 1) / gamma
 confused = expected_tokens(yields, gamma)
 print(f"{tokens:.2f} tokens per round; yield {yields:.2f}; with the yield as alpha: {confused:.2f}")
 yields = seen.accepted / seen.proposed
-right, confused = expected_tokens(seen.alpha, K), expected_tokens(yields, K)
+right = expected_tokens(seen.alpha, K)
+confused = expected_tokens(yields, K)
 print(f"our drafts: {seen.tau:.2f} tokens per round; predicted with alpha {seen.alpha:.2f}: {right:.2f} "
       f"({right / seen.tau - 1:+.0%}), with the yield {yields:.2f}: {confused:.2f}")
 assert Path(MODEL).name != "stories-llama" or 0.04 < right / seen.tau - 1 < 0.08
 
 # %% [markdown]
-# The formula with alpha is a little too high. After the first place, fewer were accepted on the whole,
-# and the last draft of each text is cut short. With the yield in its place it is useless.
+# The formula with alpha is a little too high. After the first place, fewer were accepted on the
+# whole, and the last draft of each text is cut short. With the yield in its place it is useless.
 #
 # ## The economics: when to turn it off
 #
-# Drafting is not free. Let c be the cost of drafting one token, in passes of the whole model. A round
-# with gamma drafted tokens costs gamma·c + 1 passes (if checking several tokens costs no more than
-# checking one), so
+# Drafting is not free. Let c be the cost of drafting one token, in passes of the whole model. A
+# round with gamma drafted tokens costs gamma·c + 1 passes (if checking several tokens costs no more
+# than checking one), so
 #
 # $$\text{speed-up} = \frac{1 + \alpha + \dots + \alpha^\gamma}{\gamma c + 1}
 # \qquad\text{(Leviathan et al., Theorem 3.8)}$$
 #
 # The first drafted token adds alpha tokens and costs c. So **drafting gains only where alpha > c**
-# (Corollary 3.9). Where it gains, there is a best gamma, because each further token costs the same and
-# is reached less often.
+# (Corollary 3.9). Where it gains, there is a best gamma, because each further token costs the same
+# and is reached less often.
 #
-# **Try it:** sort the four pairs below by their best gamma. Which one should not draft at all? How cheap
-# must the draft of the third pair become before two tokens are best? Change its c.
+# **Try it:** sort the four pairs below by their best gamma. Which one should not draft at all? How
+# cheap must the draft of the third pair become before two tokens are best? Change its c.
 #
 # <details><summary>Answer</summary>
 # Below 0.2: two tokens bring 1.75 for 2c + 1 passes, one brings 1.5 for c + 1.
@@ -517,30 +539,32 @@ figure
 # **1.** p and q are both one-hot (greedy). What does the rule min(1, p/q) become?
 #
 # <details><summary>Answer</summary>
-# A drafted token is accepted if it is the target's best token, and rejected otherwise. The correction
-# is the target's best token. The coins do not matter.
+# A drafted token is accepted if it is the target's best token, and rejected otherwise. The
+# correction is the target's best token. The coins do not matter.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 from verification import verify
 
-q, p = torch.eye(4)[None, 1:3], torch.eye(4)[None, [1, 3, 0]]          # q drafts 1, 2; p wants 1, 3, 0
+q = torch.eye(4)[None, 1:3]                                     # drafts 1, 2
+p = torch.eye(4)[None, [1, 3, 0]]                               # wants 1, 3, 0
 for seed in range(5):
     accepted, token = verify(p, q, torch.tensor([[1, 2]]), Coins(seed))
     assert (int(accepted), int(token)) == (1, 3)
 print("whatever the coins: one accepted, then the target's own token")
 
 # %% [markdown]
-# **2.** A program sees that a drafted token has a low q, and drops it before the check to save time. Is
-# the text still exact?
+# **2.** A program sees that a drafted token has a low q, and drops it before the check to save
+# time. Is the text still exact?
 #
 # <details><summary>Answer</summary>
-# No. The tokens that are left are no longer distributed as q, so min(1, p/q) is the wrong test. A rule
-# may stop drafting <i>after</i> a token, but a token that was drawn must be checked.
+# No. The tokens that are left are no longer distributed as q, so min(1, p/q) is the wrong test. A
+# rule may stop drafting <i>after</i> a token, but a token that was drawn must be checked.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
+p = torch.tensor([0.5, 0.3, 0.2])
+q = torch.tensor([0.2, 0.3, 0.5])
 keep = q >= 0.25                                                # drop tokens that look unlikely
 accepted = torch.minimum(p, q) * keep
 plain = p * (q * ~keep).sum()                                   # nothing is proposed: a plain token from p
@@ -550,8 +574,8 @@ assert not torch.allclose(text, p, atol=0.01)
 print("wanted", [round(x, 3) for x in p.tolist()], "got", [round(x, 3) for x in text.tolist()])
 
 # %% [markdown]
-# **3.** The draft is the whole model itself. How many passes do n tokens take with gamma drafted tokens
-# per round?
+# **3.** The draft is the whole model itself. How many passes do n tokens take with gamma drafted
+# tokens per round?
 #
 # <details><summary>Answer</summary>
 # Every drafted token is accepted, so each round writes gamma + 1 tokens: n / (gamma + 1) passes,
@@ -565,8 +589,9 @@ for gamma in (1, 3, 7):
 print("ceil(n / (gamma + 1)): this finds bugs that no comparison of texts can find")
 
 # %% [markdown]
-# **4.** The last token has occurred four times so far. Three times "a" followed it, and once "the". "a" was
-# always followed by "big". How many accepted tokens does suffix decoding expect of the copy "a big"?
+# **4.** The last token has occurred four times so far. Three times "a" followed it, and once "the".
+# "a" was always followed by "big". How many accepted tokens does suffix decoding expect of the copy
+# "a big"?
 #
 # <details><summary>Answer</summary>
 # 1.5: "a" has a chance of 0.75, and then "big" is certain, so it has the same.
@@ -578,5 +603,5 @@ assert Suffix(7).follow(seen, (0,), 2) == (1.5, [1, 3])
 print("0.75 + 0.75 = 1.5")
 
 # %% [markdown]
-# Next: [the same text](05_the_same_text.ipynb). Drafting keeps the distribution. Can it keep the text
-# itself?
+# Next: [the same text](05_the_same_text.ipynb). Drafting keeps the distribution. Can it keep the
+# text itself?

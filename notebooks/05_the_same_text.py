@@ -1,10 +1,11 @@
 # %% [markdown]
 # # 5. The same text: more than the same distribution
 #
-# Notebook 4 proved that drafting does not change the *distribution* of a text. Two questions are left.
-# Could an exact rule accept more than that one? Yes: *block verification* does. And can drafting leave
-# the *text* itself unchanged, token for token, even when we sample, and even in bfloat16? Two things
-# stand in the way, the random numbers and the rounding. This notebook removes one after the other.
+# Notebook 4 proved that drafting does not change the *distribution* of a text. Two questions are
+# left. Could an exact rule accept more than that one? Yes: *block verification* does. And can
+# drafting leave the *text* itself unchanged, token for token, even when we sample, and even in
+# bfloat16? Two things stand in the way, the random numbers and the rounding. This notebook removes
+# one after the other.
 #
 # > **Noise that belongs to a place in the text does not depend on who drafted. A sum that is always
 # > taken in one order does not depend on how many tokens a pass reads.**
@@ -23,7 +24,8 @@ from support.texts import read_prompts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, "cpu", torch.float32)
-c, L = model.c, model.c.n_layers
+c = model.c
+L = model.c.n_layers
 EXIT = max(1, L // 4)                                           # the first quarter of the blocks will draft
 prompt = checkpoint.encode(tokenizer, read_prompts("stories")[0]["prompt"], c.bos)
 print(f"{EXIT} of {L} blocks draft; the prompt has {len(prompt)} tokens")
@@ -31,15 +33,16 @@ print(f"{EXIT} of {L} blocks draft; the prompt has {len(prompt)} tokens")
 # %% [markdown]
 # ## Block verification: one test for the draft as a whole
 #
-# Token by token, a ratio p/q above 1 is cut to 1, and the surplus is lost. *Block verification* (Sun et
-# al. 2025, [2403.10444](https://arxiv.org/abs/2403.10444)) carries it on. The first i drafted tokens
-# have the weight w_i = min(1, w_{i-1} p/q), with w_0 = 1, so a token with p > q makes up for an earlier
-# one with p < q. Each prefix flips a coin. The whole draft passes with probability w, its weight. A
-# shorter prefix passes with probability Z / (Z + 1 - w_i), where Z is the sum of max(w_i p - q, 0) over
-# the next token. The *longest* prefix that passes is accepted, even if a shorter one failed.
+# Token by token, a ratio p/q above 1 is cut to 1, and the surplus is lost. *Block verification*
+# (Sun et al. 2025, [2403.10444](https://arxiv.org/abs/2403.10444)) carries it on. The first i
+# drafted tokens have the weight w_i = min(1, w_{i-1} p/q), with w_0 = 1, so a token with p > q
+# makes up for an earlier one with p < q. Each prefix flips a coin. The whole draft passes with
+# probability w, its weight. A shorter prefix passes with probability Z / (Z + 1 - w_i), where Z is
+# the sum of max(w_i p - q, 0) over the next token. The *longest* prefix that passes is accepted,
+# even if a shorter one failed.
 #
-# Here is the paper's example: two tokens, A and B, with p = (1/3, 2/3) and q = (2/3, 1/3) at every place,
-# and two drafted per round.
+# Here is the paper's example: two tokens, A and B, with p = (1/3, 2/3) and q = (2/3, 1/3) at every
+# place, and two drafted per round.
 #
 # **Predict:** which of the drafts AA, AB, BA and BB are accepted further than before?
 
@@ -50,7 +53,8 @@ from notebooks.outcomes import every_path, total
 from verification import verify, verify_block
 
 third = torch.tensor([1, 2], dtype=torch.float64) / 3
-p_s, q_s = third.expand(1, 3, 2), third.flip(0).expand(1, 2, 2)         # (B, K+1, V), (B, K, V)
+p_s = third.expand(1, 3, 2)                                     # (B, K+1, V)
+q_s = third.flip(0).expand(1, 2, 2)                             # (B, K, V)
 chances = {}
 for rule in (verify, verify_block):
     for draft in product((0, 1), repeat=2):
@@ -64,7 +68,8 @@ for rule in (verify, verify_block):
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=9, height=2.8)
 for at, (name, draft) in enumerate(sorted(chances, key=lambda key: (key[1], key[0]))):
-    x, below = at // 2 + (-0.2 if name == "verify" else 0.2), 0.0
+    x = at // 2 + (-0.2 if name == "verify" else 0.2)
+    below = 0.0
     for k, hue in enumerate((plots.HUES[-1], plots.HUES[5], plots.HUES[0])):
         chance = chances[name, draft].get(k, 0.0)
         side.bar(x, chance, 0.36, bottom=below, color=hue, label=f"{k} accepted" if at == 0 else None)
@@ -77,10 +82,10 @@ side.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 figure
 
 # %% [markdown]
-# Only AB. Its A has the ratio 1/2 and its B the ratio 2, which makes up for it, so the
-# whole draft always passes. AA pays part of that back, but on average more is accepted. Is the text still
-# exact? We ask the enumeration of notebook 4, with the model: three tokens, two drafted per round, and
-# only the two most likely tokens at each place.
+# Only AB. Its A has the ratio 1/2 and its B the ratio 2, which makes up for it, so the whole draft
+# always passes. AA pays part of that back, but on average more is accepted. Is the text still
+# exact? We ask the enumeration of notebook 4, with the model: three tokens, two drafted per round,
+# and only the two most likely tokens at each place.
 
 # %% jupyter={"source_hidden": true}
 from layerskip import SelfDraft
@@ -102,20 +107,21 @@ print(f"{len(plain)} texts; the largest difference in probability from plain dec
       f"{max(abs(speculative[t] - plain[t]) for t in plain):.1e}")
 
 # %% [markdown]
-# Both rules keep the distribution. Neither keeps the *text*: with the same seed, plain and
-# drafted decoding write different stories, because a drafted round spends more coins, and spends them on
+# Both rules keep the distribution. Neither keeps the *text*: with the same seed, plain and drafted
+# decoding write different stories, because a drafted round spends more coins, and spends them on
 # other decisions.
 #
 # ## A race: coins that belong to places
 #
 # Here is another way to draw from p. Let all tokens of the vocabulary run a race. Token v has an
-# exponentially distributed time e_v, and arrives at e_v / p_v: a likely token runs faster. The first one
-# to arrive is written. It is v with probability p_v / (the sum of all p), which is p_v, because the minimum
-# of exponential times is won in proportion to their rates.
+# exponentially distributed time e_v, and arrives at e_v / p_v: a likely token runs faster. The
+# first one to arrive is written. It is v with probability p_v / (the sum of all p), which is p_v,
+# because the minimum of exponential times is won in proportion to their rates.
 #
-# So draw e_v from the seed, the *position* and v alone. Then a text depends on the seed and on p, and on
-# nothing else. A draft runs the same race with its own q. A drafted token is accepted if it also wins with
-# p; otherwise the winner with p is written. Whoever drafts, the text consists of winners with p.
+# So draw e_v from the seed, the *position* and v alone. Then a text depends on the seed and on p,
+# and on nothing else. A draft runs the same race with its own q. A drafted token is accepted if it
+# also wins with p; otherwise the winner with p is written. No matter what drafts, the text consists
+# of winners with p.
 #
 # The picture shows one place of a story: the times of eight tokens, with p and with q.
 
@@ -165,20 +171,20 @@ sides[0].legend(frameon=False, fontsize=9)
 figure
 
 # %% [markdown]
-# Tokens that p and q like equally arrive at nearly the same times, so mostly the same token
-# wins. But the two races agree less often than `verify` accepts: no rule accepts one token more often
-# than `verify` does, and here the written token is chosen without knowing q. With TV = 1 - sum of min(p,
-# q), they agree in at least (1 - TV) / (1 + TV) of the cases (Daliri, Musco and Suresh 2024,
-# [2408.07978](https://arxiv.org/abs/2408.07978)). The library's `Race` is a kind of `Coins`, so the loop
-# of notebook 4 runs it unchanged: for it, p and q are the one-hots of their winners.
+# Tokens that p and q like equally arrive at nearly the same times, so mostly the same token wins.
+# But the two races agree less often than `verify` accepts: no rule accepts one token more often
+# than `verify` does, and here the written token is chosen without knowing q. With TV = 1 - sum of
+# min(p, q), they agree in at least (1 - TV) / (1 + TV) of the cases (Daliri, Musco and Suresh 2024,
+# [2408.07978](https://arxiv.org/abs/2408.07978)). The library's `Race` is a kind of `Coins`, so the
+# loop of notebook 4 runs it unchanged: for it, p and q are the one-hots of their winners.
 #
 # ## Rounding: a sum has an order
 #
-# In exact arithmetic we would be done. But a machine rounds after each addition, so a sum depends on the
-# order of its terms. And a library multiplies one row with one routine and eight rows with another, each
-# with an order of its own. We compare the rows of a product with the same rows among sixteen, bit by bit:
-# for torch's `F.linear`, and for a loop of ours (`machine/rows.cpp`) that multiplies any number of rows in
-# one order.
+# In exact arithmetic we would be done. But a machine rounds after each addition, so a sum depends
+# on the order of its terms. And a library multiplies one row with one routine and eight rows with
+# another, each with an order of its own. We compare the rows of a product with the same rows among
+# sixteen, bit by bit: for torch's `F.linear`, and for a loop of ours (`machine/rows.cpp`) that
+# multiplies any number of rows in one order.
 #
 # **Predict:** how many rows of `F.linear` will be equal?
 
@@ -200,12 +206,13 @@ for name, matrix in ways.items():
 assert "our loop" not in ways or all(T == same for T, same in equal.items())
 
 # %% [markdown]
-# Such differences are in the last digits, and mostly do not matter. In bfloat16, with its 8
-# binary digits, two tokens are sometimes so close that the last bit decides between them. From there on,
+# Such differences are in the last digits, and mostly do not matter. In bfloat16, with its 8 binary
+# digits, two tokens are sometimes so close that the last bit decides between them. From there on,
 # the texts differ.
 #
 # `machine.exact.exactly` returns a model whose passes do not have this problem. We read one text in
-# blocks of 1, 2, 3 and 4 tokens, and compare the rows of logits, bit by bit, with those of a block of 8.
+# blocks of 1, 2, 3 and 4 tokens, and compare the rows of logits, bit by bit, with those of a block
+# of 8.
 #
 # **Predict:** of 100 rows, how many are equal in passes as usual?
 
@@ -242,14 +249,15 @@ assert set(shares.values()) == {1.0}, "made exact"
 # %% [markdown]
 # How many are equal as usual differs from machine to machine ([a
 # GPU](../lab/BENCHMARKS.md#on-a-gpu)), so nothing can be built on it. On a CPU with a C++ compiler,
-# `exactly` makes every pass of loops with one order, including the pass over the prompt. Elsewhere it
-# gives every pass the same shape: eight rows, some of which may be dead, over all slots of the cache.
+# `exactly` makes every pass of loops with one order, including the pass over the prompt. Elsewhere
+# it gives every pass the same shape: eight rows, some of which may be dead, over all slots of the
+# cache.
 #
 # ## Both together
 #
-# Now we write eight texts with and without a draft, with the same seeds, and count the pairs that are
-# identical: with coins or races, with passes as usual or exact ones. (Greedily, coins and races are the
-# same, since neither matters.)
+# Now we write eight texts with and without a draft, with the same seeds, and count the pairs that
+# are identical: with coins or races, with passes as usual or exact ones. (Greedily, coins and races
+# are the same, since neither matters.)
 #
 # **Predict:** which of them keep all eight texts, greedily and at temperature 0.8?
 
@@ -281,12 +289,13 @@ assert kept[0, Coins, "exact"] == kept[0.8, Race, "exact"] == len(openings)
 assert kept[0.8, Coins, "exact"] < len(openings)
 
 # %% [markdown]
-# Greedy decoding needs only the exact passes. When we sample, both are needed. With passes
-# as usual most texts survive, because two tokens are seldom so close; but nothing promises it. With both,
-# no drafter can change a token. `generate.py --exact` does both.
+# Greedy decoding needs only the exact passes. When we sample, both are needed. With passes as usual
+# most texts survive, because two tokens are seldom so close; but nothing promises it. With both, no
+# drafter can change a token. `generate.py --exact` does both.
 #
-# There is a price. The prompt is read more slowly, since a library multiplies many rows faster than the
-# loop. And some more drafted tokens are rejected, since two races agree less often than `verify` accepts.
+# There is a price. The prompt is read more slowly, since a library multiplies many rows faster than
+# the loop. And some more drafted tokens are rejected, since two races agree less often than
+# `verify` accepts.
 #
 # **Try it:** let the second half of the model draft: `DRAFT = range(L, 2 * L)`. Which texts change?
 #
@@ -298,16 +307,17 @@ assert kept[0.8, Coins, "exact"] < len(openings)
 #
 # Each answer is folded, and so is the cell below it that checks the answer.
 #
-# **1.** p = (0.5, 0.3, 0.2) and q = (0.2, 0.3, 0.5). `verify` accepts 0.7 of the drafted tokens. In how many
-# races do p and q have the same winner? (Token v wins both with probability 1 / sum over w of
-# max(p_w / p_v, q_w / q_v).)
+# **1.** p = (0.5, 0.3, 0.2) and q = (0.2, 0.3, 0.5). `verify` accepts 0.7 of the drafted tokens. In
+# how many races do p and q have the same winner? (Token v wins both with probability 1 / sum over w
+# of max(p_w / p_v, q_w / q_v).)
 #
 # <details><summary>Answer</summary>
 # In 0.63: 0.2 for the first token, 0.231 for the second and 0.2 for the third.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-p3, q3 = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
+p3 = torch.tensor([0.5, 0.3, 0.2])
+q3 = torch.tensor([0.2, 0.3, 0.5])
 both = [float(1 / torch.maximum(p3 / p3[v], q3 / q3[v]).sum()) for v in range(3)]
 e = -(1 - uniforms(0, 0, 30_000)).log().view(-1, 3)             # ten thousand races of three tokens
 seen = float(((e / p3).argmin(1) == (e / q3).argmin(1)).double().mean())
@@ -316,18 +326,20 @@ print("by the formula", " + ".join(f"{one:.3f}" for one in both),
       f"= {sum(both):.3f}; in ten thousand races {seen:.3f}")
 
 # %% [markdown]
-# **2.** Notebook 3 draws with one uniform number: the token on whose piece of the line u falls. Suppose each
-# position has its own u, for the target and for the draft. Then a drafter cannot change the text, either.
-# What is wrong with that?
+# **2.** Notebook 3 draws with one uniform number: the token on whose piece of the line u falls.
+# Suppose each position has its own u, for the target and for the draft. Then a drafter cannot
+# change the text, either. What is wrong with that?
 #
 # <details><summary>Answer</summary>
-# The pieces lie in the order of the ids. Where q has less than p of an early token, all later pieces are
-# shifted, and the same u falls on another token. With p = (1/2, 1/2, 0) and q = (0, 1/2, 1/2), the two
-# never agree, although they share half of their probability. Their races agree in a third of the cases.
+# The pieces lie in the order of the ids. Where q has less than p of an early token, all later
+# pieces are shifted, and the same u falls on another token. With p = (1/2, 1/2, 0) and q = (0, 1/2,
+# 1/2), the two never agree, although they share half of their probability. Their races agree in a
+# third of the cases.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-p3, q3 = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.5, 0.5])
+p3 = torch.tensor([0.5, 0.5, 0.0])
+q3 = torch.tensor([0.0, 0.5, 0.5])
 u = uniforms(0, 0, 10_000)[:, None].float()
 lines = [(u < weights.cumsum(0)).double().argmax(1) for weights in (p3, q3)]
 seen = [float((a == b).double().mean()) for a, b in (lines, ((e / p3).argmin(1), (e / q3).argmin(1)))]
@@ -338,8 +350,8 @@ print(f"on one line they agree in {seen[0]:.2f} of the draws, in a race in {seen
 # **3.** Does block verification accept more than `verify` when a draft has a single token?
 #
 # <details><summary>Answer</summary>
-# No. With one token there is no earlier ratio to make up for: its weight is min(1, p/q), which is the
-# rule of notebook 4. For one token no exact rule accepts more.
+# No. With one token there is no earlier ratio to make up for: its weight is min(1, p/q), which is
+# the rule of notebook 4. For one token no exact rule accepts more.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}

@@ -1,10 +1,11 @@
 # %% [markdown]
 # # 6. Layer skipping: a draft is a shorter list
 #
-# The model drafts for itself with some of its own sub-layers. It needs no second model and no second
-# cache. A draft is a subsequence of `range(2L)`, and it gains only where alpha > c. Which sub-layers
-# should it be? This notebook asks how often their tokens would be accepted, what they cost, and when
-# that pays off. At the end a rule decides how far to draft while the text is being written.
+# The model drafts for itself with some of its own sub-layers. It needs no second model and no
+# second cache. A draft is a subsequence of `range(2L)`, and it gains only where alpha > c. Which
+# sub-layers should it be? This notebook asks how often their tokens would be accepted, what they
+# cost, and when that pays off. At the end a rule decides how far to draft while the text is being
+# written.
 #
 # You need [4, speculative decoding](04_speculative_decoding.ipynb). About 45 minutes.
 
@@ -16,21 +17,23 @@ MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llam
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 shipped = Path(MODEL).name == "stories-llama"
-c, device, L = model.c, model.tok.device, model.c.n_layers
+c = model.c
+device = model.tok.device
+L = model.c.n_layers
 print(f"{L} blocks, so sub-layers 0 to {2 * L - 1}: even ones are attentions, odd ones are MLPs")
 
 # %% [markdown]
 # ## Three ways to choose sub-layers
 #
-# - **Early exit** (LayerSkip: Elhoushi et al. 2024, [2404.16710](https://arxiv.org/abs/2404.16710)): the
-#   first E blocks, `range(2 * E)`.
-# - **A skip set** (Draft & Verify: Zhang et al. 2023, [2309.08168](https://arxiv.org/abs/2309.08168)):
-#   leave out any attentions and MLPs.
+# - **Early exit** (LayerSkip: Elhoushi et al. 2024,
+#   [2404.16710](https://arxiv.org/abs/2404.16710)): the first E blocks, `range(2 * E)`.
+# - **A skip set** (Draft & Verify: Zhang et al. 2023,
+#   [2309.08168](https://arxiv.org/abs/2309.08168)): leave out any attentions and MLPs.
 # - **Nothing skipped**: the draft is the model itself. It is always accepted, and saves nothing.
 #
-# All three are lists. (Kangaroo adds a small trained module behind an exit: notebook 9.) The sub-layers
-# before the first gap compute exactly what the whole model would compute there, so the check need not
-# repeat them, as in LayerSkip. We call them the *shared prefix*.
+# All three are lists. (Kangaroo adds a small trained module behind an exit: notebook 9.) The
+# sub-layers before the first gap compute exactly what the whole model would compute there, so the
+# check need not repeat them, as in LayerSkip. We call them the *shared prefix*.
 
 # %%
 from layerskip import early_exit, shared_prefix, without
@@ -48,11 +51,11 @@ plots.draw_sublayers(drafts, {name: shared_prefix(subs) for name, subs in drafts
 # %% [markdown]
 # ## How often would a drafted token be accepted?
 #
-# We could decode and count. A cheaper way needs no decoding. Run the whole model over a text once, and
-# keep all states. Then ask *for every position at once*: if a draft started here, what would its first
-# token be, and with what probability would it be accepted? That is the sum of min(p, q) (Leviathan et
-# al. 2023, Corollary 3.6). `search.Teacher` computes it, and `Calibration` has a teacher for each of our
-# stories, up to 512 tokens in all.
+# We could decode and count. A cheaper way needs no decoding. Run the whole model over a text once,
+# and keep all states. Then ask *for every position at once*: if a draft started here, what would
+# its first token be, and with what probability would it be accepted? That is the sum of min(p, q)
+# (Leviathan et al. 2023, Corollary 3.6). `search.Teacher` computes it, and `Calibration` has a
+# teacher for each of our stories, up to 512 tokens in all.
 #
 # For an early exit we can check it by hand: it drafts the most likely token of the state after E
 # blocks.
@@ -80,8 +83,8 @@ print(f"exit after {E} blocks: {float(alpha.mean()):.0%} of the first drafted to
       f"(± {float(alpha.std() / len(alpha) ** 0.5):.0%})")
 
 # %% [markdown]
-# **Predict:** which single sub-layer is the worst one to skip? An early or a late one, an attention or
-# an MLP?
+# **Predict:** which single sub-layer is the worst one to skip? An early or a late one, an attention
+# or an MLP?
 
 # %%
 exits = [float(acceptance(early_exit(L, e)).mean()) for e in range(1, L + 1)]
@@ -101,15 +104,15 @@ right.legend(frameon=False, loc="upper right", ncols=2)
 figure
 
 # %% [markdown]
-# Hardly any single sub-layer is indispensable, and that is what makes skipping possible. The exceptions
-# are the very first ones, because they make the state that all others read. But a draft is cheap only if
-# it skips many sub-layers, and then the damage adds up.
+# Hardly any single sub-layer is indispensable, and that is what makes skipping possible. The
+# exceptions are the very first ones, because they make the state that all others read. But a draft
+# is cheap only if it skips many sub-layers, and then the damage adds up.
 #
 # ## What does a drafted token cost?
 #
-# When a large model writes one token at a time, most of the time goes into reading the weights. So we
-# take as the cost of a drafted step the share of the weights that it reads: its sub-layers **and the
-# output head**, which turns the state into logits (in this notebook simply *the head*).
+# When a large model writes one token at a time, most of the time goes into reading the weights. So
+# we take as the cost of a drafted step the share of the weights that it reads: its sub-layers **and
+# the output head**, which turns the state into logits (in this notebook simply *the head*).
 
 # %%
 from control import weight_costs
@@ -123,8 +126,8 @@ print(f"exit after {E} blocks: sub-layers {share:.3f} + head {costs.head / costs
       f"c {c_exits[E - 1]:.3f}")
 
 # %% [markdown]
-# Now both in one plane. A draft gains where it lies above the dashed line alpha = c. The contours show
-# the speed-up at the best gamma.
+# Now both in one plane. A draft gains where it lies above the dashed line alpha = c. The contours
+# show the speed-up at the best gamma.
 #
 # **Predict:** which exit is best? The most accurate, the cheapest, or one in between?
 
@@ -145,23 +148,24 @@ for e in {1, 2, L // 4, L // 2, L - 1} & set(range(1, L)):
     side.annotate(f"exit {e}", (c_exits[e - 1], exits[e - 1]), xytext=(5, -12), textcoords="offset points",
                   fontsize=10)
 for name in ("middle blocks skipped", "every second block"):
-    alpha, cost = float(acceptance(drafts[name]).mean()), costs.step(drafts[name])
+    alpha = float(acceptance(drafts[name]).mean())
+    cost = costs.step(drafts[name])
     side.plot(cost, alpha, "s", color=plots.HUES[1])
     side.annotate(name, (cost, alpha), xytext=(6, -17), textcoords="offset points", fontsize=10,
                   color=plots.HUES[1])
 figure
 
 # %% [markdown]
-# The best exit is neither the most accurate nor the cheapest. The orange squares are two skip sets that
-# were chosen blindly, and are no better than exits of about the same cost. How to choose better is the
-# subject of [the next notebook](07_search.ipynb).
+# The best exit is neither the most accurate nor the cheapest. The orange squares are two skip sets
+# that were chosen blindly, and are no better than exits of about the same cost. How to choose
+# better is the subject of [the next notebook](07_search.ipynb).
 #
 # ## Predicted and measured
 #
 # How close does the prediction come to what we measure on this machine? The prediction follows the
-# acceptances along the text, round by round (`expected_tokens_along`), because accepted tokens come in
-# groups and their mean alone would be off. To measure, we run the drafts and plain decoding in turn, and
-# take medians.
+# acceptances along the text, round by round (`expected_tokens_along`), because accepted tokens come
+# in groups and their mean alone would be off. To measure, we run the drafts and plain decoding in
+# turn, and take medians.
 
 # %%
 from control import best_along, expected_tokens_along, round_cost
@@ -196,12 +200,12 @@ figure
 # %% [markdown]
 # Two things make the measured gain larger than the prediction: the check skips the shared prefix
 # (question 1), and the model's own text is easier than the stories. Others make it smaller: a small
-# model on a CPU also spends time on Python and small tensors, and a block of several tokens costs more
-# than one token. And 24 tokens after one prompt are few: some of the difference is chance. Tokens per pass
-# carry over from one machine to another. Seconds do not.
+# model on a CPU also spends time on Python and small tensors, and a block of several tokens costs
+# more than one token. And 24 tokens after one prompt are few: some of the difference is chance.
+# Tokens per pass carry over from one machine to another. Seconds do not.
 #
-# **Try it:** in the cell that measures, set `gammas = dict.fromkeys(chosen, 6)`. For which exits do you
-# expect a loss?
+# **Try it:** in the cell that measures, set `gammas = dict.fromkeys(chosen, 6)`. For which exits do
+# you expect a loss?
 #
 # <details><summary>Answer</summary>
 # Above all for the exit after half of the blocks: six drafted tokens cost more than three passes.
@@ -209,22 +213,23 @@ figure
 #
 # ## How far to draft? A rule decides
 #
-# A fixed gamma is a compromise. A *rule* decides in each round how far to draft, and no rule can change
-# the text. We follow one of them, **do no harm**. It estimates alpha from what happened to its own
-# drafts. It drafts as far as the formula says, and stops where drafting does not pay off. Stopping is not
-# final. Each round without a draft saves up 1 % of a pass. When that pays for one drafted token, the rule
-# tries one, in case the text has become easier. (`control.Confidence` instead ends a draft after an
-# unsure token, as Draft & Verify and Kangaroo do; `lab/rules.py` has the rules of other papers.)
+# A fixed gamma is a compromise. A *rule* decides in each round how far to draft, and no rule can
+# change the text. We follow one of them, **do no harm**. It estimates alpha from what happened to
+# its own drafts. It drafts as far as the formula says, and stops where drafting does not pay off.
+# Stopping is not final. Each round without a draft saves up 1 % of a pass. When that pays for one
+# drafted token, the rule tries one, in case the text has become easier. (`control.Confidence`
+# instead ends a draft after an unsure token, as Draft & Verify and Kangaroo do; `lab/rules.py` has
+# the rules of other papers.)
 #
 # We give it three drafts:
 #
 # - a cheap exit, on a story;
-# - an expensive exit, after half of the blocks, on a story sampled at temperature 1, which is harder to
-#   predict;
+# - an expensive exit, after half of the blocks, on a story sampled at temperature 1, which is
+#   harder to predict;
 # - a useless draft that skips the first half of the model.
 #
-# **Predict:** where will the estimate fall below c, and what happens then? How many tokens will the rule
-# let the useless draft write?
+# **Predict:** where will the estimate fall below c, and what happens then? How many tokens will the
+# rule let the useless draft write?
 
 # %%
 from lab.rules import DoNoHarm                                  # a rule of the lab
@@ -233,7 +238,8 @@ from sampling import Coins, to_probs
 
 def traced(rule, sublayers, probs=to_probs, seed=0):
     """A run under a rule, round by round: tokens drafted, tokens accepted, the estimate of alpha."""
-    seen, start = [], checkpoint.encode(tokenizer, "Once upon a time, there was a little", c.bos)
+    seen = []
+    start = checkpoint.encode(tokenizer, "Once upon a time, there was a little", c.bos)
     for _, r in rounds(model, [start], 120, SelfDraft(model, sublayers, rule), probs, Coins(seed)):
         seen.append((int(r.proposed), int(r.accepted), rule.seen[0].mean()))
     return zip(*seen, strict=True)
@@ -253,16 +259,16 @@ assert not shipped or (sum(drafted), max(drafted)) == (3, 1), "the useless draft
 plots.draw_traces(traces)
 
 # %% [markdown]
-# The cheap exit stays well above its c, and the rule changes only how far it drafts. The expensive exit
-# crosses its c in both directions: after a few bad rounds the rule stops, much later one try succeeds,
-# and from then on it drafts again. The useless draft gets three tries of one token in 120 rounds. (Each
-# picture on the left has a scale of its own.)
+# The cheap exit stays well above its c, and the rule changes only how far it drafts. The expensive
+# exit crosses its c in both directions: after a few bad rounds the rule stops, much later one try
+# succeeds, and from then on it drafts again. The useless draft gets three tries of one token in 120
+# rounds. (Each picture on the left has a scale of its own.)
 #
 # **Try it:** change `seed=3` in the cell above. Will the expensive exit be stopped every time?
 #
 # <details><summary>Answer</summary>
-# No. Its alpha lies above its c, but a rejection or two among its first few tries are enough to stop it,
-# and whether they come is chance. The other two decode greedily: no seed changes them.
+# No. Its alpha lies above its c, but a rejection or two among its first few tries are enough to
+# stop it, and whether they come is chance. The other two decode greedily: no seed changes them.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -277,10 +283,10 @@ print("stopped:", dict(enumerate(stopped)))
 # %% [markdown]
 # ## The head, and a smaller draft vocabulary
 #
-# Each drafted step pays for the whole head, although most tokens of the vocabulary are never drafted.
-# How large is the head's part of c? It depends on the shape. The head has V · dim weights, while each
-# block has about 10 to 16 · dim². So what counts is the vocabulary *relative to* the width and to the
-# number of blocks.
+# Each drafted step pays for the whole head, although most tokens of the vocabulary are never
+# drafted. How large is the head's part of c? It depends on the shape. The head has V · dim weights,
+# while each block has about 10 to 16 · dim². So what counts is the vocabulary *relative to* the
+# width and to the number of blocks.
 #
 # **Predict:** our model has 4,096 tokens, Llama 3 has 128,256. Which of the models below pays the
 # largest part for its head?
@@ -302,14 +308,14 @@ for name, shape in shapes.items():
 
 # %% [markdown]
 # Our model and Llama-3-8B pay the same part, although one vocabulary is thirty times as large: its
-# width is twenty times as large, and it has more blocks. Llama-3.2-1B has the same vocabulary with half
-# the width and half the blocks, so its head is three times as large a part: half of what this draft
-# reads. SmolLM2-135M is narrower still, and pays as much for fewer tokens.
+# width is twenty times as large, and it has more blocks. Llama-3.2-1B has the same vocabulary with
+# half the width and half the blocks, so its head is three times as large a part: half of what this
+# draft reads. SmolLM2-135M is narrower still, and pays as much for fewer tokens.
 #
-# So let the draft choose among the n most frequent tokens only. The check uses the whole vocabulary as
-# before, so the text stays exact. Tokens outside the n can no longer be drafted: alpha falls a little,
-# and so does c. (Our five stories hold only a few hundred different tokens. After them the list goes on in
-# the order of the ids; this tokenizer gave low ids to frequent pieces.)
+# So let the draft choose among the n most frequent tokens only. The check uses the whole vocabulary
+# as before, so the text stays exact. Tokens outside the n can no longer be drafted: alpha falls a
+# little, and so does c. (Our five stories hold only a few hundred different tokens. After them the
+# list goes on in the order of the ids; this tokenizer gave low ids to frequent pieces.)
 #
 # **Predict:** how many tokens cover most of what this draft would choose?
 
@@ -329,8 +335,8 @@ for size, alpha, price in zip(sizes, alphas, prices, strict=True):
     print(f"{size:6} tokens: alpha {alpha:.2f}, c {price:.2f}")
 
 # %% [markdown]
-# Once more by hand: take the most likely token *among the n*, and count how often it is the best one of
-# the whole model.
+# Once more by hand: take the most likely token *among the n*, and count how often it is the best
+# one of the whole model.
 
 # %%
 said = model.unembed(teacher.states[len(short)])[0]             # (T, V): the logits of the draft
@@ -351,16 +357,16 @@ right.set(xlabel="tokens the draft may choose", xscale="log", ylabel="best predi
 figure
 
 # %% [markdown]
-# On the shipped model half of the tokens are enough: alpha hardly falls, and c does. With fewer tokens
-# alpha falls, while c hardly changes any more. Where the head is a larger part of the cost, a shorter
-# list can gain more.
+# On the shipped model half of the tokens are enough: alpha hardly falls, and c does. With fewer
+# tokens alpha falls, while c hardly changes any more. Where the head is a larger part of the cost,
+# a shorter list can gain more.
 #
-# **Try it:** the list was counted on stories. What will alpha be here if the 512 are the most frequent
-# tokens of *code*? Count the `"text"` of each line of `read_prompts("code")` instead.
+# **Try it:** the list was counted on stories. What will alpha be here if the 512 are the most
+# frequent tokens of *code*? Count the `"text"` of each line of `read_prompts("code")` instead.
 #
 # <details><summary>Answer</summary>
-# Far lower: a short list must come from the kind of text that it will draft. The longer the list, the
-# smaller the difference, also because both lists end in the same ids.
+# Far lower: a short list must come from the kind of text that it will draft. The longer the list,
+# the smaller the difference, also because both lists end in the same ids.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -376,26 +382,29 @@ print("by the tokens of code:", {n: round(alpha, 2) for n, alpha in zip(sizes, o
 # %% [markdown]
 # ## Why a published experiment was slower than plain decoding
 #
-# The repository [ccs96307/fast-llm-inference](https://github.com/ccs96307/fast-llm-inference) searched a
-# skip set for Gemma-2 9B, and drafted up to five tokens per round. It reports an "accept rate" of 0.4057,
-# and 24.08 tokens per second, where plain decoding made 29.65 and the draft alone 48.82.
+# The repository [ccs96307/fast-llm-inference](https://github.com/ccs96307/fast-llm-inference)
+# searched a skip set for Gemma-2 9B, and drafted up to five tokens per round. It reports an "accept
+# rate" of 0.4057, and 24.08 tokens per second, where plain decoding made 29.65 and the draft alone
+# 48.82.
 #
 # **Predict:** its code computes accepted / drafted. Is that alpha? Does it tell whether drafting
 # paid off?
 
 # %%
-y, c_there = 0.4057, 29.65 / 48.82
+y = 0.4057
+c_there = 29.65 / 48.82
 print(f"c = {c_there:.2f}; measured: {24.08 / 29.65:.2f} times plain decoding")
 for drafted in (1, 2, 3, 5):                                    # per round, on average
     print(f"{drafted} drafted: {(1 + drafted * y) / (1 + drafted * c_there):.2f} times plain decoding")
 assert all((1 + g * y) / (1 + g * c_there) < 1 for g in range(1, 100))
 
 # %% [markdown]
-# It is the *yield*. A round that drafts g tokens writes 1 + g · yield of them, for 1 + g · c passes,
-# whatever alpha is. So drafts with a yield below c lose, whatever their length, and the speed that was
-# measured fits about two drafted tokens per round. Shorter drafts would have had a higher yield, and alpha,
-# which was not measured, may still lie above c. (The program also draws from p after a rejection: the
-# first of notebook 4's mistakes. That changes the text, not its speed.)
+# It is the *yield*. A round that drafts g tokens writes 1 + g · yield of them, for 1 + g · c
+# passes, whatever alpha is. So drafts with a yield below c lose, whatever their length, and the
+# speed that was measured fits about two drafted tokens per round. Shorter drafts would have had a
+# higher yield, and alpha, which was not measured, may still lie above c. (The program also draws
+# from p after a rejection: the first of notebook 4's mistakes. That changes the text, not its
+# speed.)
 #
 # ## Two families, and what the training recipe is worth
 #
@@ -434,19 +443,20 @@ for side, title in ((left, "alpha of each exit"), (right, "the twins (band: all 
 figure
 
 # %% [markdown]
-# On the left, both models were trained to be left early, and their curves are alike. On the right, every
-# exit of the twin with the recipe agrees with its whole model more often. That is what the recipe is for.
+# On the left, both models were trained to be left early, and their curves are alike. On the right,
+# every exit of the twin with the recipe agrees with its whole model more often. That is what the
+# recipe is for.
 #
 # ## Questions
 #
 # Answer first. Then unfold the answer, and the check that is folded below it.
 #
-# **1.** Two drafts have four sub-layers each, but one of them leaves out sub-layer 0. Which one makes
-# the check cheaper?
+# **1.** Two drafts have four sub-layers each, but one of them leaves out sub-layer 0. Which one
+# makes the check cheaper?
 #
 # <details><summary>Answer</summary>
-# The one that keeps sub-layer 0. Its shared prefix is longer, and the check skips what the draft has
-# already computed. (The formula ignores this. It is a gain on top.)
+# The one that keeps sub-layer 0. Its shared prefix is longer, and the check skips what the draft
+# has already computed. (The formula ignores this. It is a gain on top.)
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -473,7 +483,8 @@ print(f"c of exit 1: {costs.step(early_exit(L, 1)):.2f} -> {large.step(early_exi
 #
 # <details><summary>Answer</summary>
 # The token has been drawn from q. If the rule threw it away for what it is, the tokens that remain
-# would not be distributed as q, and the text would not be exact (question 2 of the previous notebook).
+# would not be distributed as q, and the text would not be exact (question 2 of the previous
+# notebook).
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}

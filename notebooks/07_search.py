@@ -1,17 +1,17 @@
 # %% [markdown]
 # # 7. Search: which sub-layers to skip?
 #
-# A model of L blocks has 2L sub-layers, so there are 2^(2L) sets to skip: far more than we can score.
-# Draft & Verify (Zhang et al. 2023, [2309.08168](https://arxiv.org/abs/2309.08168)) lets a Gaussian
-# process look for a good one: it learns from the trials so far where to look next. We build one on a small
-# corner of the space, in which every set *has* been scored. Then we ask whether the set that it finds is
-# any good on a text that it has not seen.
+# A model of L blocks has 2L sub-layers, so there are 2^(2L) sets to skip: far more than we can
+# score. Draft & Verify (Zhang et al. 2023, [2309.08168](https://arxiv.org/abs/2309.08168)) lets a
+# Gaussian process look for a good one: it learns from the trials so far where to look next. We
+# build one on a small corner of the space, in which every set *has* been scored. Then we ask
+# whether the set that it finds is any good on a text that it has not seen.
 #
-# > **For every set the process predicts a value and how uncertain that value is. The next trial goes
-# > where the expected improvement is largest. And the best of many trials promises too much.**
+# > **For every set the process predicts a value and how uncertain that value is. The next trial
+# > goes where the expected improvement is largest. And the best of many trials promises too much.**
 #
-# You need [6, layer skipping](06_layer_skipping.ipynb), and to know what a normal distribution and a
-# covariance are. About 45 minutes.
+# You need [6, layer skipping](06_layer_skipping.ipynb), and to know what a normal distribution and
+# a covariance are. About 45 minutes.
 
 # %%
 # %run start.py
@@ -28,7 +28,8 @@ from support.texts import read_prompts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
-L, costs = model.c.n_layers, weight_costs(model.c)
+L = model.c.n_layers
+costs = weight_costs(model.c)
 stories = [line["text"] for line in read_prompts("stories")]
 calibration = Calibration(model, tokenizer, stories, 512)
 print(f"2^{2 * L} = {2.0 ** (2 * L):.1e} sets, scored on {sum(map(len, calibration.ids))} tokens")
@@ -36,11 +37,11 @@ print(f"2^{2 * L} = {2.0 ** (2 * L):.1e} sets, scored on {sum(map(len, calibrati
 # %% [markdown]
 # ## What a set is worth
 #
-# One pass over a text gives the acceptances (`Teacher`, notebook 6), the weights give c, and together
-# they give the speed-up with the best gamma. `search.speedup` combines them. Scoring one set is a
-# *trial*. It needs no stopwatch (Draft & Verify times each trial), so it returns the same value every
-# time. It follows the acceptances *along* the text, round by round. The formula with their mean alone
-# gives something else, because accepted tokens come in groups:
+# One pass over a text gives the acceptances (`Teacher`, notebook 6), the weights give c, and
+# together they give the speed-up with the best gamma. `search.speedup` combines them. Scoring one
+# set is a *trial*. It needs no stopwatch (Draft & Verify times each trial), so it returns the same
+# value every time. It follows the acceptances *along* the text, round by round. The formula with
+# their mean alone gives something else, because accepted tokens come in groups:
 
 # %%
 for name, subs in (("everything", range(2 * L)), ("a quarter", range(2 * max(1, L // 4)))):
@@ -53,18 +54,19 @@ for name, subs in (("everything", range(2 * L)), ("a quarter", range(2 * max(1, 
 # ## A landscape that we know
 #
 # To score every set, we need fewer of them. So we cut the blocks into bands, and skip or keep all
-# attentions of a band, or all its MLPs. The bands get wider with depth, and block 0 always stays. Six
-# bands make twelve groups, and twelve groups make 2^12 = 4,096 sets.
+# attentions of a band, or all its MLPs. The bands get wider with depth, and block 0 always stays.
+# Six bands make twelve groups, and twelve groups make 2^12 = 4,096 sets.
 #
-# `landscape.npz` holds the score of each of them for the shipped Llama. (For your own model, the next
-# cell makes three bands and scores all 64 sets.) A set is a row of bits, where 1 means that a group is
-# skipped. `a3-4` stands for the attentions of blocks 3 and 4, and `m3-4` for their MLPs.
+# `landscape.npz` holds the score of each of them for the shipped Llama. (For your own model, the
+# next cell makes three bands and scores all 64 sets.) A set is a row of bits, where 1 means that a
+# group is skipped. `a3-4` stands for the attentions of blocks 3 and 4, and `m3-4` for their MLPs.
 
 # %%
 shipped = Path(MODEL).resolve() == ROOT / "weights" / "stories-llama"
 edges = [1, 2, 3, 5, 8, 14, 24] if shipped else sorted({1, 1 + L // 8, 1 + L // 3, L})
 bands = [range(2 * low + kind, 2 * high, 2) for low, high in pairwise(edges) for kind in (0, 1)]
-space, n = Space(L, tuple(band[0] for band in bands)), len(bands)   # named by its first sub-layer
+space = Space(L, tuple(band[0] for band in bands))              # a band is named by its first sub-layer
+n = len(bands)
 z = torch.tensor([[k >> j & 1 for j in range(n)] for k in range(2**n)], dtype=torch.float64)    # (2^n, n)
 
 
@@ -110,11 +112,11 @@ assert not shipped or kept(z[top]) == list(range(4))
 figure
 
 # %% [markdown]
-# Most sets gain a little, few gain much, and the best sets have a low c. The very best one is an early
-# exit: this model was trained to be left early. A search must find it without knowing that.
+# Most sets gain a little, few gain much, and the best sets have a low c. The very best one is an
+# early exit: this model was trained to be left early. A search must find it without knowing that.
 #
-# A search can work only if similar sets have similar values. Do they? Here is the mean difference between
-# the values of two sets, by the number of bits in which they differ:
+# A search can work only if similar sets have similar values. Do they? Here is the mean difference
+# between the values of two sets, by the number of bits in which they differ:
 
 # %% jupyter={"source_hidden": true}
 numbers = torch.arange(2**n)
@@ -126,9 +128,9 @@ for flips in sorted({1, 2, 3, n // 2, n}):
 assert not shipped or list(differ.values()) == sorted(differ.values())
 
 # %% [markdown]
-# We cannot draw a landscape over twelve bits. But we can walk through a part of it and flip one bit per
-# step (a *Gray code*). This walk visits all 64 combinations of six bits. The others stay as they are in
-# the best set.
+# We cannot draw a landscape over twelve bits. But we can walk through a part of it and flip one bit
+# per step (a *Gray code*). This walk visits all 64 combinations of six bits. The others stay as
+# they are in the best set.
 
 # %% jupyter={"source_hidden": true}
 six = min(6, n)
@@ -154,13 +156,14 @@ figure
 # %% [markdown]
 # ## A Gaussian process, in three steps
 #
-# A Gaussian process treats all values as random numbers that are correlated. When it learns the value
-# of one set, its prediction for similar sets moves, and becomes more certain.
+# A Gaussian process treats all values as random numbers that are correlated. When it learns the
+# value of one set, its prediction for similar sets moves, and becomes more certain.
 #
 # **1. The kernel: similar sets have similar values.** The covariance of a set with itself is the
-# *signal*, the variance of all values. Each bit in which two sets differ multiplies it by
-# rho = exp(-weight). All attention bits share one weight, and all MLP bits another. The two weights, the
-# signal and the *noise* of a trial are the four numbers in `theta`, as logarithms. Step 3 learns them.
+# *signal*, the variance of all values. Each bit in which two sets differ multiplies it by rho =
+# exp(-weight). All attention bits share one weight, and all MLP bits another. The two weights, the
+# signal and the *noise* of a trial are the four numbers in `theta`, as logarithms. Step 3 learns
+# them.
 
 # %%
 from search import GaussianProcess, distances, expected_improvement, kernel
@@ -183,10 +186,10 @@ print("a set with itself, with one attention bit flipped, and with an MLP bit as
 # %% [markdown]
 # **2. Regression: spread the values seen so far.** Let y be the values of the sets tried, K the
 # covariances of these sets with each other, k those of a new set with them, k** that of the new set
-# with itself, and sigma² the noise. Then the value of the new set has mean mu and standard deviation s
-# (Rasmussen and Williams 2006, eq. 2.25 and 2.26). (The library first scales y to mean 0 and standard
-# deviation 1, and scales back at the end. Our trials have no noise; sigma² takes up what the kernel
-# cannot explain.)
+# with itself, and sigma² the noise. Then the value of the new set has mean mu and standard
+# deviation s (Rasmussen and Williams 2006, eq. 2.25 and 2.26). (The library first scales y to mean
+# 0 and standard deviation 1, and scales back at the end. Our trials have no noise; sigma² takes up
+# what the kernel cannot explain.)
 #
 # $$\mu = k^\top (K + \sigma^2 I)^{-1} y, \qquad s^2 = k_{**} - k^\top (K + \sigma^2 I)^{-1} k$$
 
@@ -203,13 +206,14 @@ assert torch.allclose(naive, mean) and torch.allclose(spread, std)
 print("the textbook's formula and the library agree on", len(path), "sets")
 
 # %% [markdown]
-# Now the process gets 5, 20 and then 60 trials, drawn at random from all sets. Few of them lie on the
-# path.
+# Now the process gets 5, 20 and then 60 trials, drawn at random from all sets. Few of them lie on
+# the path.
 #
 # **Predict:** after which of the three does the band hold most of *all* sets? And most of the path?
 
 # %%
-SEED, COUNTS = 0, (5, 20, 60)
+SEED = 0
+COUNTS = (5, 20, 60)
 
 
 def learn(count, seed=SEED):
@@ -242,12 +246,13 @@ figure
 
 # %% [markdown]
 # Five trials are too few: they have ordinary values, so the process is certain that every set is
-# ordinary, and the path lies above the band. After twenty trials it knows which bits matter: what it
-# learns about a bit elsewhere also holds here. After sixty the band is narrow, holds nearly all sets, and
-# still misses many on the path. The path runs past the best sets of all, the process has seen nothing as
-# good, and it pulls every extreme set towards the mean.
+# ordinary, and the path lies above the band. After twenty trials it knows which bits matter: what
+# it learns about a bit elsewhere also holds here. After sixty the band is narrow, holds nearly all
+# sets, and still misses many on the path. The path runs past the best sets of all, the process has
+# seen nothing as good, and it pulls every extreme set towards the mean.
 #
-# **Try it:** set `SEED` to 1, 2 and 3. Which of the two shares depends more on the luck of the draw?
+# **Try it:** set `SEED` to 1, 2 and 3. Which of the two shares depends more on the luck of the
+# draw?
 #
 # <details><summary>Answer</summary>
 # That of the path. It is a small and special part of the space.
@@ -276,9 +281,9 @@ figure
 # %% [markdown]
 # ## Where to look next
 #
-# A trial is worthwhile if it may beat the best value so far. That can happen for two reasons: the mean
-# is high, or the uncertainty is large. *Expected improvement* weighs both (Jones et al. 1998, eq. 15).
-# It is the mean gain over all values that the process thinks possible:
+# A trial is worthwhile if it may beat the best value so far. That can happen for two reasons: the
+# mean is high, or the uncertainty is large. *Expected improvement* weighs both (Jones et al. 1998,
+# eq. 15). It is the mean gain over all values that the process thinks possible:
 #
 # $$EI = E\big[\max(0, f - f_\text{best})\big], \qquad f \sim N(\mu, s^2)$$
 
@@ -293,8 +298,8 @@ assert torch.allclose(naive, gain, atol=2e-3)
 print("the formula agrees with the mean over 200,000 draws")
 
 # %% [markdown]
-# **Predict:** on the path, where will expected improvement be largest: where the curve of the means is
-# highest, or where the band is widest?
+# **Predict:** on the path, where will expected improvement be largest: where the curve of the means
+# is highest, or where the band is widest?
 
 # %% jupyter={"source_hidden": true}
 figure, ((upper,), (lower,)) = plots.axes(2, 1, width=9, height=1.9)
@@ -315,15 +320,15 @@ print(f"of {len(path)} sets, set {at} has rank {ranks[0]} by its mean, and rank 
 figure
 
 # %% [markdown]
-# The mean decides here. The band collapses at the set that was tried: its value is known, and it *is*
-# the best so far, so little can be gained there. (Not nothing, because the process allows for some
-# noise.) Its neighbour has the second highest mean, and is still uncertain.
+# The mean decides here. The band collapses at the set that was tried: its value is known, and it
+# *is* the best so far, so little can be gained there. (Not nothing, because the process allows for
+# some noise.) Its neighbour has the second highest mean, and is still uncertain.
 #
 # ## Does it search better than chance?
 #
 # `search.search` runs the whole loop: ten random trials, then one trial after another where the
-# expected improvement is largest. We compare it with random trials only, fifty trials each, with five
-# seeds. *Regret* is the gap between the best set found so far and the best set of all.
+# expected improvement is largest. We compare it with random trials only, fifty trials each, with
+# five seeds. *Regret* is the gap between the best set found so far and the best set of all.
 #
 # **Predict:** after how many trials will the two medians part?
 
@@ -337,12 +342,13 @@ budget = min(50, 2**n)
 
 
 def ours(seed):
-    trial = lambda subs: Trial(worth([first not in subs for first in space.skippable]), 0.0, 0.0, 0, 0.0)
-    return [entry["value"] for entry in search(space, trial, budget, seed)]
+    trial = lambda subs: Trial(worth([first not in subs for first in space.skippable]), 0.0, 0.0, 0)
+    return [entry["speedup"] for entry in search(space, trial, budget, seed)]
 
 
 def at_random(seed):
-    g, seen = torch.Generator().manual_seed(seed), {}
+    g = torch.Generator().manual_seed(seed)
+    seen = {}
     while len(seen) < budget:
         bits = tuple(space.random(g).int().tolist())
         seen[bits] = worth(bits)                                # a set that is drawn again counts once
@@ -373,21 +379,21 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# The first ten trials (left of the dotted line) are random in both. Then the process chooses. Its first
-# choices still teach it more than they gain, so the medians part only some trials later. The search
-# works: it finds the best of 4,096 sets *for the text that it is scored on*.
+# The first ten trials (left of the dotted line) are random in both. Then the process chooses. Its
+# first choices still teach it more than they gain, so the medians part only some trials later. The
+# search works: it finds the best of 4,096 sets *for the text that it is scored on*.
 #
 # ## Is the found set better than an early exit?
 #
-# `search.py` has searched a larger space, in which each sub-layer but the first two may be skipped on its
-# own. The best of 200 trials on our 512 tokens is in `skip.json`: the exit after 2 blocks, plus one
-# attention far above. The simplest rivals are the early exits, which also lie in that space. We add the
-# found set's relatives: the same exit, plus any *other* sub-layer.
+# `search.py` has searched a larger space, in which each sub-layer but the first two may be skipped
+# on its own. The best of 200 trials on our 512 tokens is in `skip.json`: the exit after 2 blocks,
+# plus one attention far above. The simplest rivals are the early exits, which also lie in that
+# space. We add the found set's relatives: the same exit, plus any *other* sub-layer.
 #
-# We score each of them twice, as a mean over stories. (So far all tokens counted equally, whichever story
-# they are from. Both values stand below: they differ a little.) On the *calibration* text, which the
-# search has seen, each set gets its best gamma. The *test* text is the rest of our stories. Nothing is
-# chosen on it: it takes the set and the gamma as they are.
+# We score each of them twice, as a mean over stories. (So far all tokens counted equally, whichever
+# story they are from. Both values stand below: they differ a little.) On the *calibration* text,
+# which the search has seen, each set gets its best gamma. The *test* text is the rest of our
+# stories. Nothing is chosen on it: it takes the set and the gamma as they are.
 #
 # **Predict:** does the found set beat all exits on the calibration text? And on the test text?
 
@@ -441,14 +447,14 @@ side.legend(frameon=False, fontsize=9, loc="lower right")
 figure
 
 # %% [markdown]
-# Points on the dashed line keep their promise. The test has easier stories, so nearly all sets lie above
-# it. The found set lies farthest below it: on the calibration text it was also the luckiest. (The later
-# exits are slower, and lie outside the picture.)
+# Points on the dashed line keep their promise. The test has easier stories, so nearly all sets lie
+# above it. The found set lies farthest below it: on the calibration text it was also the luckiest.
+# (The later exits are slower, and lie outside the picture.)
 #
-# Is it better or worse than an exit? A difference needs an interval. We take it story by story, because a
-# story is easy or hard for both. Few stories need a wide one: of five means, the standard error itself is
-# uncertain, so an interval that holds the truth in 95 % of the cases takes 2.78 standard errors on each
-# side instead of 1.96 (Student's t).
+# Is it better or worse than an exit? A difference needs an interval. We take it story by story,
+# because a story is easy or hard for both. Few stories need a wide one: of five means, the standard
+# error itself is uncertain, so an interval that holds the truth in 95 % of the cases takes 2.78
+# standard errors on each side instead of 1.96 (Student's t).
 
 # %% jupyter={"source_hidden": true}
 STUDENT = {4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}      # by degrees of freedom
@@ -478,19 +484,20 @@ assert not shipped or sum(x < 0 for x in surplus.values()) <= 3, "nearly all lie
 assert not shipped or max(abs(mean_lead), abs(mean_lead - promised_lead)) < reach, "it holds both"
 
 # %% [markdown]
-# So the search did not fail: on the text that it was scored on, its set is the best of all 56. Whether it
-# is better on other stories, five of them cannot say: the interval holds zero, and the promised lead as
-# well. Exit 3 does well on the test. But to pick it because of this picture is to choose on the test, and
-# then a third text is needed to score it.
+# So the search did not fail: on the text that it was scored on, its set is the best of all 56.
+# Whether it is better on other stories, five of them cannot say: the interval holds zero, and the
+# promised lead as well. Exit 3 does well on the test. But to pick it because of this picture is to
+# choose on the test, and then a third text is needed to score it.
 #
 # ## The winner's curse
 #
-# Little of the lead was left. Was that bad luck? Let every story take a turn. We choose the best set and
-# gamma on some of the eight stories, score that choice on the others, and average over all ways to split
-# them. Over all splits, every story counts equally often in the choosing and in the scoring.
+# Little of the lead was left. Was that bad luck? Let every story take a turn. We choose the best
+# set and gamma on some of the eight stories, score that choice on the others, and average over all
+# ways to split them. Over all splits, every story counts equally often in the choosing and in the
+# scoring.
 #
-# **Predict:** we choose among all sets, or among the exits only. Which choice promises more? Which one
-# keeps more?
+# **Predict:** we choose among all sets, or among the exits only. Which choice promises more? Which
+# one keeps more?
 
 # %%
 everything = Calibration(model, tokenizer, stories, 10**6)
@@ -501,7 +508,8 @@ table = {name: torch.stack([score(everything, sets[name], gamma) for gamma in GA
 def choose(names, count):
     """Choose on `count` stories: the speed-up there, and on the others. Means over all splits."""
     values = torch.cat([table[name] for name in names])                 # (sets * gammas, stories)
-    here, there = [], []
+    here = []
+    there = []
     for chosen in combinations(range(values.shape[1]), count):
         rest = [i for i in range(values.shape[1]) if i not in chosen]
         winner = values[values[:, list(chosen)].mean(1).argmax()]
@@ -537,20 +545,22 @@ side.legend(frameon=False, fontsize=9)
 figure
 
 # %% [markdown]
-# Whatever wins a comparison owes part of its lead to luck, and luck does not repeat itself. This is the
-# *winner's curse*. A search that chooses like this **overfits** its calibration text. More text makes the
-# gap smaller, and more candidates make it larger: the longer list promises more, and keeps no more. (From
-# two stories on, the kept curves even fall a little. Over all eight stories the best sets are nearly
-# equal, so what was lucky in the choosing is unlucky in the scoring.) So:
+# Whatever wins a comparison owes part of its lead to luck, and luck does not repeat itself. This is
+# the *winner's curse*. A search that chooses like this **overfits** its calibration text. More text
+# makes the gap smaller, and more candidates make it larger: the longer list promises more, and
+# keeps no more. (From two stories on, the kept curves even fall a little. Over all eight stories
+# the best sets are nearly equal, so what was lucky in the choosing is unlucky in the scoring.) So:
 #
 # - report what the *test* says, never the value that made you choose;
 # - choose among few candidates, or on much text;
-# - compare with the best exit, chosen in the same way. This model was trained for its exits, and they are
-#   hard to beat. Llamas without such training were [slower](https://huggingface.co/blog/layerskip) with
-#   exits than without drafts; there a search has no such rival.
+# - compare with the best exit, chosen in the same way. This model was trained for its exits, and
+#   they are hard to beat. Llamas without such training were
+#   [slower](https://huggingface.co/blog/layerskip) with exits than without drafts; there a search
+#   has no such rival.
 #
-# **Try it:** not every fall is the curse. Here is the best exit on the first 256 tokens of four stories.
-# How much less will it be worth on all of their tokens? And the other exits? Set `FEW = 10**6`.
+# **Try it:** not every fall is the curse. Here is the best exit on the first 256 tokens of four
+# stories. How much less will it be worth on all of their tokens? And the other exits? Set
+# `FEW = 10**6`.
 
 # %%
 FEW = 256
@@ -560,9 +570,9 @@ print(f"{sum(map(len, text.ids))} tokens: {max(at, key=at.get)} is best, with {m
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# All exits are worth less, and the best ones nearly as much less as the winner. So most of its fall is
-# not its luck: 256 tokens are hardly more than one story, and that story is easier than the others. The
-# exit that won on it is also the best on all tokens.
+# All exits are worth less, and the best ones nearly as much less as the winner. So most of its fall
+# is not its luck: 256 tokens are hardly more than one story, and that story is easier than the
+# others. The exit that won on it is also the best on all tokens.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -610,21 +620,22 @@ side.legend(frameon=False, fontsize=9)
 figure
 
 # %% [markdown]
-# On code the found set loses more than chance explains, by its attention as well as by its longer drafts
-# (gamma 3 against 2). On dialogues it seems to gain, but by its longer drafts alone. What a set and a gamma
-# are worth depends on the text. So search on the kind of text that you will write.
+# On code the found set loses more than chance explains, by its attention as well as by its longer
+# drafts (gamma 3 against 2). On dialogues it seems to gain, but by its longer drafts alone. What a
+# set and a gamma are worth depends on the text. So search on the kind of text that you will write.
 #
 # ## Exercise: another acquisition
 #
-# The *upper confidence bound* is simpler than expected improvement: the next trial goes where mean + beta ·
-# standard deviation is largest. (Srinivas et al. 2010 write √β for the factor, and let it grow slowly with
-# the number of trials. We keep one.) Write `ucb(mean, std, beta)`. With it write
-# `ucb_search(z, trial, groups, count, seed, beta)`: ten random sets first; then fit, score *all* sets,
-# and try the best one that is new. `trial(k)` returns the value of set k, and costs one of your `count`
-# trials.
+# The *upper confidence bound* is simpler than expected improvement: the next trial goes where
+# mean + beta · standard deviation is largest. (Srinivas et al. 2010 write √β for the factor, and
+# let it grow slowly with the number of trials. We keep one.) Write `ucb(mean, std, beta)`. With it
+# write `ucb_search(z, trial, groups, count, seed, beta)`: ten random sets first; then fit, score
+# *all* sets, and try the best one that is new. `trial(k)` returns the value of set k, and costs one
+# of your `count` trials.
 #
-# The next cell holds a solution; JupyterLab shows it folded. Write yours in a new cell below it, under
-# the same names, before you unfold it. The cell after that checks the definitions that ran last.
+# The next cell holds a solution; JupyterLab shows it folded. Write yours in a new cell below it,
+# under the same names, before you unfold it. The cell after that checks the definitions that ran
+# last.
 
 # %% jupyter={"source_hidden": true}
 def ucb(mean, std, beta):
@@ -659,9 +670,11 @@ def watched(mean, std, beta, plain=ucb):                        # plain: bound n
     return plain(mean, std, beta)
 
 
-m, s = torch.tensor([1.0, 1.0]), torch.tensor([0.0, 0.25])
+m = torch.tensor([1.0, 1.0])
+s = torch.tensor([0.0, 0.25])
 assert torch.allclose(ucb(m, s, 3.0), torch.tensor([1.0, 1.75])), "mean + beta * standard deviation"
-count, first = min(40, 2**n), min(10, 2**n // 2)
+count = min(40, 2**n)
+first = min(10, 2**n // 2)
 runs = {}
 plain = ucb
 ucb = watched
@@ -680,16 +693,16 @@ better = float((value[runs[2.0][first:]].mean() > value).double().mean())
 assert n < 7 or better > 0.9, "after the random trials your choices should be better than most sets"
 
 # %% [markdown]
-# With beta = 0 the search only goes where the mean is largest. Here that is enough: the values follow
-# the bits so regularly that the mean is a good guide. A large beta spends its trials on sets that are
-# merely unusual. On a rougher landscape, beta = 0 can get stuck.
+# With beta = 0 the search only goes where the mean is largest. Here that is enough: the values
+# follow the bits so regularly that the mean is a good guide. A large beta spends its trials on sets
+# that are merely unusual. On a rougher landscape, beta = 0 can get stuck.
 #
-# **Try it:** between which two values of beta does the search begin to miss the best set? Add more values
-# of beta to the loop of the check.
+# **Try it:** between which two values of beta does the search begin to miss the best set? Add more
+# values of beta to the loop of the check.
 #
 # <details><summary>Answer</summary>
-# There is no sharp limit. With one seed, a search may miss the best set and find it again with a somewhat
-# larger beta; with a beta far above that, every search misses it.
+# There is no sharp limit. With one seed, a search may miss the best set and find it again with a
+# somewhat larger beta; with a beta far above that, every search misses it.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -703,22 +716,24 @@ assert not shipped or max(found_at) < value.max(), "far above"
 #
 # Each answer is folded, and so is the cell below it that checks the answer.
 #
-# **1.** Suppose the kernel's weight of attention bits goes to zero. What does the process believe then?
+# **1.** Suppose the kernel's weight of attention bits goes to zero. What does the process believe
+# then?
 #
 # <details><summary>Answer</summary>
-# That attention bits do not matter: sets that differ only in them have the covariance that a set has
-# with itself, so they have the same value.
+# That attention bits do not matter: sets that differ only in them have the covariance that a set
+# has with itself, so they have the same value.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 flat = torch.tensor([1e-12, 0.1, 0.8, 1e-3], dtype=torch.float64).log()
-a, b = z[:1], groups[None].eq(0).double()                       # nothing skipped; all attentions skipped
+a = z[:1]                                                       # nothing is skipped
+b = groups[None].eq(0).double()                                 # all attentions are skipped
 assert torch.isclose(kernel(distances(a, b, groups), flat), torch.full((1, 1), 0.8, dtype=torch.float64))
 print("covariance 0.8, which is the signal")
 
 # %% [markdown]
-# **2.** Suppose the objective is alpha alone. (SWIFT, in notebook 10, does something like this; it calls
-# its score *matchness*.) Which set does the search find?
+# **2.** Suppose the objective is alpha alone. (SWIFT, in notebook 10, does something like this; it
+# calls its score *matchness*.) Which set does the search find?
 #
 # <details><summary>Answer</summary>
 # The one that skips nothing: its alpha is 1. An objective without the cost must fix the number of
@@ -730,11 +745,12 @@ assert land["alpha"].argmax() == 0 and land["alpha"][0] == 1
 print("set 0 skips nothing and is always accepted")
 
 # %% [markdown]
-# **3.** A trial has no noise: it returns the same value every time. How can the search overfit, then?
+# **3.** A trial has no noise: it returns the same value every time. How can the search overfit,
+# then?
 #
 # <details><summary>Answer</summary>
-# The value is exact for <i>this</i> text. On another text the sets come in another order: from story to
-# story, a set's lead over the others changes more than the sets differ on average.
+# The value is exact for <i>this</i> text. On another text the sets come in another order: from
+# story to story, a set's lead over the others changes more than the sets differ on average.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -746,5 +762,5 @@ assert not shipped or between_stories > between_sets
 print(f"standard deviation of a lead, between stories {between_stories:.3f}; between sets {between_sets:.3f}")
 
 # %% [markdown]
-# Next: [trees](08_trees.ipynb). So far each draft is a single chain of tokens. What if a draft offers
-# several tokens for the same place?
+# Next: [trees](08_trees.ipynb). So far each draft is a single chain of tokens. What if a draft
+# offers several tokens for the same place?

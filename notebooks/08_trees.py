@@ -1,13 +1,13 @@
 # %% [markdown]
 # # 8. Trees: several drafted tokens for one place
 #
-# A chain of drafted tokens ends at its first rejection: every token after it is lost. What if a second
-# drafted token for the same place were ready? Then the draft is a *tree*. The target reads all of it in
-# one pass, and one path through it is accepted.
+# A chain of drafted tokens ends at its first rejection: every token after it is lost. What if a
+# second drafted token for the same place were ready? Then the draft is a *tree*. The target reads
+# all of it in one pass, and one path through it is accepted.
 #
-# > **Siblings are tokens drafted for the same place. They are tried one after the other. Each rejection
-# > takes something away from p, and the next sibling is tried against what is left. So a tree changes
-# > how many tokens a pass writes, but not their distribution.**
+# > **Siblings are tokens drafted for the same place. They are tried one after the other. Each
+# > rejection takes something away from p, and the next sibling is tried against what is left. So a
+# > tree changes how many tokens a pass writes, but not their distribution.**
 #
 # You need [4, speculative decoding](04_speculative_decoding.ipynb), and [6, layer
 # skipping](06_layer_skipping.ipynb) for the early exit that drafts here. About 45 minutes.
@@ -27,7 +27,9 @@ from support.texts import read_prompts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
-c, device, L = model.c, model.tok.device, model.c.n_layers
+c = model.c
+device = model.tok.device
+L = model.c.n_layers
 EXIT = max(1, L // 6)                                           # the first sixth of the blocks drafts
 prompt = checkpoint.encode(tokenizer, "The old man looked at the", c.bos)
 print(f"{L} blocks, of which the first {EXIT} draft")
@@ -35,12 +37,12 @@ print(f"{L} blocks, of which the first {EXIT} draft")
 # %% [markdown]
 # ## A tree and its mask
 #
-# `Siblings` wraps any drafter that drafts a chain. With widths `[2, 1]`, the first two tokens of the chain
-# get a sibling, and the first one gets a second sibling. Siblings are drawn from the same q, but without
-# replacement: never the same token twice.
+# `Siblings` wraps any drafter that drafts a chain. With widths `[2, 1]`, the first two tokens of
+# the chain get a sibling, and the first one gets a second sibling. Siblings are drawn from the same
+# q, but without replacement: never the same token twice.
 #
-# The loop below runs twelve rounds, and keeps the tree whose first two siblings are the most uncertain:
-# neither sure to be accepted nor sure to be rejected.
+# The loop below runs twelve rounds, and keeps the tree whose first two siblings are the most
+# uncertain: neither sure to be accepted nor sure to be rejected.
 
 # %%
 from itertools import islice
@@ -62,7 +64,8 @@ kept = Kept(Siblings(SelfDraft(model, range(2 * EXIT), 3), [2, 1]))
 seen = []
 for state, r in islice(rounds(model, [prompt], 60, kept, warm, Coins(0)), 12):
     tokens, parents, q = (part[0].cpu() for part in (kept.draft.tokens, kept.draft.parents, kept.draft.q))
-    left, chances = r.p[0, 0].cpu(), []
+    left = r.p[0, 0].cpu()
+    chances = []
     for k in [k for k, parent in enumerate(parents.tolist()) if parent == 0][:2]:
         chances.append(min(1.0, float(left[tokens[k]] / q[k, tokens[k]])))
         left = (left - q[k]).clamp(min=0)
@@ -75,8 +78,9 @@ print("after: ...", tokenizer.decode(known[-12:]))
 print("drafted:", [tokenizer.decode([t]) for t in tokens], "parents:", parents)
 
 # %% [markdown]
-# `parents` is the whole shape: entry number k is the parent of drafted token number k, and 0 is the last
-# known token. So a chain is `[0, 1, 2, ...]`, and here the last three tokens branch off the chain.
+# `parents` is the whole shape: entry number k is the parent of drafted token number k, and 0 is the
+# last known token. So a chain is `[0, 1, 2, ...]`, and here the last three tokens branch off the
+# chain.
 #
 # **Predict:** the target reads all of these tokens in one pass. Number 4 is the second child of the
 # last known token. Which tokens must it see? Which ones must it not see?
@@ -88,9 +92,10 @@ tree = ancestors(torch.tensor([parents]))[0]                    # (K+1, K+1): ro
 plots.tree_and_mask(parents, tree, names)
 
 # %% [markdown]
-# Number 4 sees the known tokens and itself. It does not see 1, 2 and 3, which belong to another branch.
-# In general a node sees itself and its ancestors. The colour of a node is its *rank*: blue for the first
-# child of its parent, orange for the second, green for the third. Siblings are tried in this order.
+# Number 4 sees the known tokens and itself. It does not see 1, 2 and 3, which belong to another
+# branch. In general a node sees itself and its ancestors. The colour of a node is its *rank*: blue
+# for the first child of its parent, orange for the second, green for the third. Siblings are tried
+# in this order.
 #
 # **Try it:** in the next cell, draw a `SHAPE` that holds four different texts, in five nodes.
 
@@ -103,15 +108,16 @@ plots.tree_and_mask(SHAPE, ancestors(torch.tensor([SHAPE]))[0], [str(k) for k in
 # Each leaf ends one text, so any shape with four leaves does, such as `[0, 0, 0, 0, 1]`.
 # </details>
 #
-# Two siblings have the same *position* in the text, which follows from their depth, but two *slots* in the
-# cache. So one pass reads several texts at once. Does each path really get the same logits as if it were
-# alone? We read the tree in one pass and then each path by itself.
+# Two siblings have the same *position* in the text, which follows from their depth, but two *slots*
+# in the cache. So one pass reads several texts at once. Does each path really get the same logits
+# as if it were alone? We read the tree in one pass and then each path by itself.
 
 # %%
 from kvcache import KVCache
 from kvcache import prefill
 
-n, K = len(known), len(parents)
+n = len(known)
+K = len(parents)
 cache = KVCache(c, 1, n + K, model.attention_dtype(), device)
 block = torch.tensor([[known[-1], *tokens]], device=device)
 
@@ -131,22 +137,25 @@ print(f"one pass over {K + 1} tokens gives the logits of {K + 1} passes over one
 # %% [markdown]
 # ## The walk, step by step
 #
-# Now p is known after each node, and we walk down from the last known token. Try the first child. If it
-# is rejected, try the next one against what is *left* of p. If one is accepted, go on with its
-# children. Here is the walk for one text in plain Python. `u` holds one uniform number per drafted
-# token, tried or not.
+# Now p is known after each node, and we walk down from the last known token. Try the first child.
+# If it is rejected, try the next one against what is *left* of p. If one is accepted, go on with
+# its children. Here is the walk for one text in plain Python. `u` holds one uniform number per
+# drafted token, tried or not.
 
 # %%
 def walk(p, tokens, parents, q, u):
     """(the last accepted node, what the next token is drawn from, what happened)"""
-    node, left, tale = 0, p[0].clone(), []
+    node = 0
+    left = p[0].clone()
+    tale = []
     for k, token in enumerate(tokens):
         if parents[k] != node:                                  # on another branch: not tried
             continue
         chance = min(1.0, float(left[token] / q[k][token]))
         tale.append((node, k, float(left[token]), float(q[k][token]), chance, bool(u[k] < chance)))
         if u[k] < chance:
-            node, left = k + 1, p[k + 1].clone()
+            node = k + 1
+            left = p[k + 1].clone()
         else:
             left = (left - q[k]).clamp(min=0)
             left = left / left.sum()
@@ -166,8 +175,8 @@ for seed in range(200):
 print("200 walks end at the same node as the library's `verify_tree`; these nodes:", sorted(ends))
 
 # %% [markdown]
-# Let us follow one walk. `left` and `q` are the two probabilities of the token, `chance` is min(1, left
-# / q), and the token is accepted if `u` is below it.
+# Let us follow one walk. `left` and `q` are the two probabilities of the token, `chance` is min(1,
+# left / q), and the token is accepted if `u` is below it.
 #
 # **Try it:** set `SEED = 3`. Cover the last column, and tell the verdicts from `chance` and `u`.
 
@@ -192,8 +201,9 @@ narrate(SEED)
 # %% [markdown]
 # ## What a rejection leaves
 #
-# The last known token has three children. The pictures show, for eight tokens, what each child is tried
-# against if those before it are rejected: blue is what is left of p, orange is what it was drawn from.
+# The last known token has three children. The pictures show, for eight tokens, what each child is
+# tried against if those before it are rejected: blue is what is left of p, orange is what it was
+# drawn from.
 #
 # **Predict:** what happens to the orange bar of a token after it has been rejected? And to its blue
 # bar?
@@ -201,7 +211,8 @@ narrate(SEED)
 # %% jupyter={"source_hidden": true}
 family = [k for k, parent in enumerate(parents) if parent == 0]
 likely = (p[0] + q[0]).topk(8).indices.tolist()
-left, shown = p[0], torch.tensor(list(dict.fromkeys([tokens[k] for k in family] + likely))[:8])
+left = p[0]
+shown = torch.tensor(list(dict.fromkeys([tokens[k] for k in family] + likely))[:8])
 figure, (sides,) = plots.axes(1, len(family), width=3.4, height=3)
 for side, k in zip(sides, family, strict=True):
     side.bar(torch.arange(8) - 0.2, left[shown], 0.4, color=plots.HUES[0], label="left of p")
@@ -216,26 +227,26 @@ sides[0].legend(frameon=False)
 figure
 
 # %% [markdown]
-# Both disappear. The orange one, because the next sibling is drawn from q without that token, rescaled:
-# drawing the same token again would be a waste. The blue one, because a token can only be rejected where q
-# exceeds p, and q is subtracted: what p and q share has had its chance. Where p exceeds q, something is
-# left, and a later sibling can hit it. Where q exceeds p, as at the third child here, nothing is left: its
-# chance is 0.
+# Both disappear. The orange one, because the next sibling is drawn from q without that token,
+# rescaled: drawing the same token again would be a waste. The blue one, because a token can only be
+# rejected where q exceeds p, and q is subtracted: what p and q share has had its chance. Where p
+# exceeds q, something is left, and a later sibling can hit it. Where q exceeds p, as at the third
+# child here, nothing is left: its chance is 0.
 #
 # ## Why the text is exact: one line
 #
-# Write R for what is left of p when a token is tried, and Q for what that token was drawn from. As in
-# notebook 4, the token is accepted with probability min(1, R/Q), and the probability of a rejection is
-# the sum of max(R - Q, 0). So if the token after a rejection is distributed as R', the rescaled rest,
-# then together they give R (Sequoia, arXiv 2402.12374, appendix F):
+# Write R for what is left of p when a token is tried, and Q for what that token was drawn from. As
+# in notebook 4, the token is accepted with probability min(1, R/Q), and the probability of a
+# rejection is the sum of max(R - Q, 0). So if the token after a rejection is distributed as R', the
+# rescaled rest, then together they give R (Sequoia, arXiv 2402.12374, appendix F):
 #
 # $$\min(R, Q) \;+\; \textstyle\sum \max(R - Q, 0)\cdot\underbrace{\frac{\max(R - Q, 0)}
 # {\sum \max(R - Q, 0)}}_{R'} \;=\; R$$
 #
-# After the last sibling, the token is drawn from what is left, so it has this distribution. Then what
-# follows the sibling before it has the right distribution as well, and so on, back to the first sibling,
-# where R is p. Q may depend on all earlier siblings, and that is what allows drawing without
-# replacement. In the library, R is `left` and Q is `q[:, k]`:
+# After the last sibling, the token is drawn from what is left, so it has this distribution. Then
+# what follows the sibling before it has the right distribution as well, and so on, back to the
+# first sibling, where R is p. Q may depend on all earlier siblings, and that is what allows drawing
+# without replacement. In the library, R is `left` and Q is `q[:, k]`:
 
 # %%
 import inspect
@@ -283,30 +294,30 @@ print("p:      ", [round(v, 4) for v in p6.tolist()])
 print("written:", [round(v, 4) for v in written(p6, q6).tolist()])
 
 # %% [markdown]
-# The rule is called *recursive rejection*. SpecInfer (arXiv 2305.09781, May 2023) verifies trees with it
-# under the name *multi-step speculative sampling*, and draws every sibling from the whole q, or from
-# another draft model. Multi-candidate verification (2401.06706, January 2024) draws without replacement,
-# and so do the trees of Sequoia (2402.12374) and of recursive speculative decoding (2402.14160), both of
-# February 2024.
+# The rule is called *recursive rejection*. SpecInfer (arXiv 2305.09781, May 2023) verifies trees
+# with it under the name *multi-step speculative sampling*, and draws every sibling from the whole
+# q, or from another draft model. Multi-candidate verification (2401.06706, January 2024) draws
+# without replacement, and so do the trees of Sequoia (2402.12374) and of recursive speculative
+# decoding (2402.14160), both of February 2024.
 #
-# It is not the only rule. *SpecTr* (2310.15141) draws k tokens independently and accepts the first that
-# passes a stricter test, which is also exact. *Typical acceptance* (Medusa, 2401.10774) accepts any token
-# that p considers likely enough, without a coin (question 3). How much *any* exact rule can accept is a
-# problem of optimal transport, and [lab/tests/test_traversal.py](../lab/tests/test_traversal.py) computes
-# it.
+# It is not the only rule. *SpecTr* (2310.15141) draws k tokens independently and accepts the first
+# that passes a stricter test, which is also exact. *Typical acceptance* (Medusa, 2401.10774)
+# accepts any token that p considers likely enough, without a coin (question 3). How much *any*
+# exact rule can accept is a problem of optimal transport, and [lab/optimal.py](../lab/optimal.py)
+# computes it.
 #
 # ## Which shape?
 #
 # A sibling helps where the first drafted token is often rejected; depth helps where it is often
-# accepted. So measure the *rank acceptance*: how often the target's own token is the draft's likeliest
-# token, its second likeliest, and so on. Here it is for greedy decoding, on four stories.
+# accepted. So measure the *rank acceptance*: how often the target's own token is the draft's
+# likeliest token, its second likeliest, and so on. Here it is for greedy decoding, on four stories.
 
 # %%
 from methods.trees import best_tree, rank_acceptance, tree_tokens
 
 stories = [checkpoint.encode(tokenizer, line["text"], c.bos)[:120] for line in read_prompts("stories")[:4]]
 teachers = [Teacher(model, ids, lambda z: z) for ids in stories]
-both = [(to_probs(teacher.p), teacher.draft(range(2 * EXIT))) for teacher in teachers]
+both = [(to_probs(teacher.p), teacher.q(range(2 * EXIT))) for teacher in teachers]
 p_all, q_all = (torch.cat(part, 1) for part in zip(*both, strict=True))
 ranks = rank_acceptance(p_all, q_all, 4)
 level = weight_costs(c).step(range(2 * EXIT))
@@ -315,17 +326,17 @@ print(f"drafting one level costs {level:.2f} passes by weights")
 
 # %% [markdown]
 # From these numbers a dynamic programme finds the best tree of a given size (Sequoia, section 3.1).
-# Best means fastest, and that depends on two costs, both in passes of the target: `depth_cost`, what
-# drafting one more level costs, and `node_cost`, what one more token in the target's block costs. The
-# speed of a tree is
+# Best means fastest, and that depends on two costs, both in passes of the target: `depth_cost`,
+# what drafting one more level costs, and `node_cost`, what one more token in the target's block
+# costs. The speed of a tree is
 #
 # $$\frac{\text{tokens per pass}}{1 + \text{levels} \cdot \text{depth\_cost}
 # + \text{nodes} \cdot \text{node\_cost}}$$
 #
 # We take cheap levels of 0.05 passes, such as a small head would have, and nodes that cost nothing.
 #
-# **Predict:** is the best tree of four nodes a chain? And that of eight? Would free levels make trees
-# deeper, or wider?
+# **Predict:** is the best tree of four nodes a chain? And that of eight? Would free levels make
+# trees deeper, or wider?
 
 # %%
 DEPTH_COST = 0.05
@@ -354,11 +365,12 @@ for side, (nodes, shape) in zip(sides, best.items(), strict=True):
 figure
 
 # %% [markdown]
-# Four nodes make a chain. Of eight, some are better spent on siblings: further levels would cost more
-# time than they save. Compare the list of parents with the picture in the middle: the tokens are
-# numbered level by level, and within a level by their parents.
+# Four nodes make a chain. Of eight, some are better spent on siblings: further levels would cost
+# more time than they save. Compare the list of parents with the picture in the middle: the tokens
+# are numbered level by level, and within a level by their parents.
 #
-# **Try it:** set `DEPTH_COST = 0`, and then to what a level of this exit really costs (printed above).
+# **Try it:** set `DEPTH_COST = 0`, and then to what a level of this exit really costs (printed
+# above).
 #
 # <details><summary>Answer</summary>
 # Free levels make deep trees, and expensive levels make shallow and wide ones.
@@ -372,22 +384,22 @@ for cost, shape in shapes.items():
     print(f"the best tree of 8 where a level costs {cost:.2f} passes: {shape}")
 
 # %% [markdown]
-# One shape for all rounds is a compromise. *EAGLE-2* (arXiv 2406.16858) grows a new tree in each round:
-# level by level, it continues the nodes with the largest product of the draft's probabilities along their
-# path, and at last keeps the best nodes of all. Where the draft is sure, its tree is deep, and where it
-# is not, wide.
+# One shape for all rounds is a compromise. *EAGLE-2* (arXiv 2406.16858) grows a new tree in each
+# round: level by level, it continues the nodes with the largest product of the draft's
+# probabilities along their path, and at last keeps the best nodes of all. Where the draft is sure,
+# its tree is deep, and where it is not, wide.
 #
-# Free nodes are an assumption as well. On a GPU that waits for memory, a pass over 16 tokens costs about
-# as much as a pass over one. On a CPU it does not, and a large tree can lose. `python -m lab.bench
-# heads` measures it.
+# Free nodes are an assumption as well. On a GPU that waits for memory, a pass over 16 tokens costs
+# about as much as a pass over one. On a CPU it does not, and a large tree can lose.
+# `python -m lab.bench heads` measures it.
 #
 # ## In the loop
 #
 # A tree is a drafter like any other. Here are a chain of three and the same chain with siblings,
 # greedy, on eight stories.
 #
-# **Predict:** how many more tokens per pass will three siblings bring, and how many eight? Will the text
-# change?
+# **Predict:** how many more tokens per pass will three siblings bring, and how many eight? Will the
+# text change?
 
 # %%
 from speculative import generate
@@ -396,7 +408,8 @@ prompts = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_
 chain = SelfDraft(model, range(2 * EXIT), 3)
 drafters = {"plain": None, "chain of 3": chain, "with 3 siblings": Siblings(chain, [3]),
             "with 8 siblings": Siblings(chain, [3, 3, 2])}
-texts, per_text = {}, {}
+texts = {}
+per_text = {}
 for name, drafter in drafters.items():
     done = [generate(model, [ids], 48, drafter) for ids in prompts]
     texts[name] = [row for (row,), _ in done]
@@ -412,14 +425,15 @@ def more(name, than):
     return float(difference.mean()), float(difference.std() / len(prompts) ** 0.5)
 
 
-three, five = more("with 3 siblings", "chain of 3"), more("with 8 siblings", "with 3 siblings")
+three = more("with 3 siblings", "chain of 3")
+five = more("with 8 siblings", "with 3 siblings")
 print("three siblings bring {:.2f} ± {:.2f}".format(*three), "and five more {:.2f} ± {:.2f}".format(*five))
 assert not SHIPPED or three[0] > max(2 * three[1], five[0])
 
 # %% [markdown]
-# The text stays the same. The first siblings bring most, and the later ones little. Drafting them costs
-# nothing here, because they come from the same logits as the chain. But the target's block is longer.
-# Whether the tree is also *faster* depends on the cost of a wider pass on your machine.
+# The text stays the same. The first siblings bring most, and the later ones little. Drafting them
+# costs nothing here, because they come from the same logits as the chain. But the target's block is
+# longer. Whether the tree is also *faster* depends on the cost of a wider pass on your machine.
 #
 # ## Questions
 #
@@ -428,8 +442,8 @@ assert not SHIPPED or three[0] > max(2 * three[1], five[0])
 # **1.** A tree has three levels and eleven nodes. How many tokens can a pass over it write at most?
 #
 # <details><summary>Answer</summary>
-# Four: at most one node of each level is accepted, and then comes one token of the target. Width only
-# makes this more likely.
+# Four: at most one node of each level is accepted, and then comes one token of the target. Width
+# only makes this more likely.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -438,13 +452,13 @@ assert longest <= 4
 print(f"never more than 4; seen here: {longest}")
 
 # %% [markdown]
-# **2.** Suppose a program sorts the siblings before they are verified, the likeliest first. Is the text
-# still exact?
+# **2.** Suppose a program sorts the siblings before they are verified, the likeliest first. Is the
+# text still exact?
 #
 # <details><summary>Answer</summary>
-# No. Each sibling is verified against the q that it was drawn from, which belongs to its place in the
-# order of drawing. After sorting, the first sibling is the likelier of two draws, so it is no longer
-# distributed as q.
+# No. Each sibling is verified against the q that it was drawn from, which belongs to its place in
+# the order of drawing. After sorting, the first sibling is the likelier of two draws, so it is no
+# longer distributed as q.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -454,12 +468,12 @@ assert moved > 1e-3
 print(f"{moved:.1%} of the probability has moved to other tokens")
 
 # %% [markdown]
-# **3.** Typical acceptance keeps the likeliest sibling whose p is above min(0.09, 0.3 exp(-H)), where H
-# is the entropy of p. If none is, it writes p's likeliest token. Is the text exact?
+# **3.** Typical acceptance keeps the likeliest sibling whose p is above min(0.09, 0.3 exp(-H)),
+# where H is the entropy of p. If none is, it writes p's likeliest token. Is the text exact?
 #
 # <details><summary>Answer</summary>
-# No. It accepts likely tokens more often than p would draw them. That is a different distribution, so a
-# different text; it may be a good one.
+# No. It accepts likely tokens more often than p would draw them. That is a different distribution,
+# so a different text; it may be a good one.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -473,29 +487,29 @@ print("p:      ", [round(v, 4) for v in p6.tolist()])
 print("typical:", [round(v, 4) for v in typical.tolist()])
 
 # %% [markdown]
-# **4.** At temperature 0, q is a one-hot, and after the first token nothing of it is left. What are the
-# siblings then, and how many of them can be accepted?
+# **4.** At temperature 0, q is a one-hot, and after the first token nothing of it is left. What are
+# the siblings then, and how many of them can be accepted?
 #
 # <details><summary>Answer</summary>
-# The library takes the next most likely tokens of the draft. p is also a one-hot, so either one sibling
-# is accepted or none.
+# The library takes the next most likely tokens of the draft. p is also a one-hot, so either one
+# sibling is accepted or none.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 greedy = Kept(Siblings(SelfDraft(model, range(2 * EXIT), 1), [1, 1]))
 state, r = next(rounds(model, [prompt], 8, greedy))
-logits = Teacher(model, prompt, lambda z: z).draft(range(2 * EXIT))[0, -1]
+logits = Teacher(model, prompt, lambda z: z).q(range(2 * EXIT))[0, -1]
 assert greedy.draft.tokens[0].tolist() == logits.topk(3).indices.tolist()
 assert (greedy.draft.q.amax(-1) == 1).all()
 print("siblings:", [tokenizer.decode([t]) for t in greedy.draft.tokens[0]], "accepted:", int(r.accepted[0]))
 
 # %% [markdown]
-# **5.** Suppose each sibling is drawn from the whole q, as in SpecInfer. Is the text still exact? Which
-# way accepts more?
+# **5.** Suppose each sibling is drawn from the whole q, as in SpecInfer. Is the text still exact?
+# Which way accepts more?
 #
 # <details><summary>Answer</summary>
-# It is exact: Q is q each time. It accepts less, since a sibling that repeats a rejected token has no
-# chance.
+# It is exact: Q is q each time. It accepts less, since a sibling that repeats a rejected token has
+# no chance.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -518,7 +532,8 @@ assert accepted(p6, again) < accepted(p6, families(q6))
 print(f"with replacement {accepted(p6, again):.3f}, without {accepted(p6, families(q6)):.3f}")
 
 # %% [markdown]
-# **6.** A tree has a single branch. Which function of notebook 4 does the same as `verify_tree` then?
+# **6.** A tree has a single branch. Which function of notebook 4 does the same as `verify_tree`
+# then?
 #
 # <details><summary>Answer</summary>
 # `verify`, with the same coins: a chain is a tree without siblings.

@@ -1,16 +1,17 @@
 # %% [markdown]
 # # 9. Trained heads: small modules that learn to draft
 #
-# So far a part of the model has drafted. A *head* is a small module that is trained to predict what the
-# model will write. (It is neither an attention head nor the output head.) The model itself stays
-# frozen. This notebook trains the smallest head there is, shows what five kinds of heads read and run,
-# and compares what they draft with what that costs.
+# So far a part of the model has drafted. A *head* is a small module that is trained to predict what
+# the model will write. (It is neither an attention head nor the output head.) The model itself
+# stays frozen. This notebook trains the smallest head there is, shows what five kinds of heads read
+# and run, and compares what they draft with what that costs.
 #
-# > **The target's states hold much of what it will say next. A head reads some that are computed anyway, or
-# > runs a few blocks to get them. So it drafts well at a fraction of the cost of a pass.**
+# > **The target's states hold much of what it will say next. A head reads some that are computed
+# > anyway, or runs a few blocks to get them. So it drafts well at a fraction of the cost of a
+# > pass.**
 #
-# You need [6, layer skipping](06_layer_skipping.ipynb), and [8, trees](08_trees.ipynb) for the trees
-# near the end. About 35 minutes.
+# You need [6, layer skipping](06_layer_skipping.ipynb), and [8, trees](08_trees.ipynb) for the
+# trees near the end. About 35 minutes.
 
 # %%
 # %run start.py
@@ -29,24 +30,26 @@ from support.texts import read_prompts
 
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 model.requires_grad_(False)                                     # the model stays as it is
-c, L, costs = model.c, model.c.n_layers, weight_costs(model.c)
+c = model.c
+L = model.c.n_layers
+costs = weight_costs(model.c)
 stories = [checkpoint.encode(tokenizer, line["text"], c.bos)[:256] for line in read_prompts("stories")]
 print(f"{L} blocks; {len(stories)} stories with {sum(map(len, stories))} tokens to learn from and to test on")
 
 # %% [markdown]
 # ## The smallest head
 #
-# After its last block, the target has a state x for each token that it has read. The final norm and the
-# output head (together `unembed`) turn x into the distribution of the *next* token. *Medusa* (arXiv
-# 2401.10774) predicts further tokens from the same state: head k predicts the token k places after the
-# next one. Ours adds one matrix W with a residual connection to u, which is x scaled to mean square 1
-# (`unit`):
+# After its last block, the target has a state x for each token that it has read. The final norm and
+# the output head (together `unembed`) turn x into the distribution of the *next* token. *Medusa*
+# (arXiv 2401.10774) predicts further tokens from the same state: head k predicts the token k places
+# after the next one. Ours adds one matrix W with a residual connection to u, which is x scaled to
+# mean square 1 (`unit`):
 #
 # $$u = \frac{x}{\sqrt{\text{mean}(x^2)}}, \qquad
 # \text{logits} = \text{unembed}\big(u + \text{silu}(W u)\big)$$
 #
-# W starts at zero. (In the paper each head also trains an output matrix of its own, which starts as a
-# copy of the output head. We share the model's, as other heads do. That keeps the heads small.)
+# W starts at zero. (In the paper each head also trains an output matrix of its own, which starts as
+# a copy of the output head. We share the model's, as other heads do. That keeps the heads small.)
 #
 # **Predict:** what does a fresh head predict?
 
@@ -62,16 +65,17 @@ print(f"one of our heads has {fresh.count():,} weights; "
 
 # %% [markdown]
 # Now we train it. The teacher is the model itself: for each place of a text, the target's own
-# distribution p *one place later* is what the head should predict. The loss is the probability that a
-# token drawn from the head's q is rejected, which is 1 minus the sum of min(p, q) (notebook 4). So we
-# train for acceptance directly, at temperature 1. (Medusa's code trains with the cross-entropy of the
-# text instead.)
+# distribution p *one place later* is what the head should predict. The loss is the probability that
+# a token drawn from the head's q is rejected, which is 1 minus the sum of min(p, q) (notebook 4).
+# So we train for acceptance directly, at temperature 1. (Medusa's code trains with the
+# cross-entropy of the text instead.)
 #
-# **Predict:** after 200 steps on six short stories, what alpha will the head reach on these six, and on
-# two others?
+# **Predict:** after 200 steps on six short stories, what alpha will the head reach on these six,
+# and on two others?
 
 # %%
-STEPS, RATE = 200, 3e-3
+STEPS = 200
+RATE = 3e-3
 torch.set_grad_enabled(True)
 teachers = [Teacher(model, ids, lambda logits: logits.softmax(-1)) for ids in stories]
 pairs = [(t.states[-1][0, :-1].clone(), t.p[0, 1:].clone()) for t in teachers]  # the state; p one place later
@@ -89,7 +93,9 @@ def alphas(head):
         return [1 - float(rejected(head, *some)) for some in (train, test)]
 
 
-head, g, course = Medusa(model, 1), torch.Generator().manual_seed(0), []
+head = Medusa(model, 1)
+g = torch.Generator().manual_seed(0)
+course = []
 optimizer = torch.optim.Adam(head.weights.parameters(), RATE)
 for step in range(STEPS + 1):
     if step % 20 == 0:
@@ -115,9 +121,9 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# One matrix, trained for a few seconds, raises alpha several times over. The gap between the curves is
-# overfitting: six stories are far too little text. `lab/train_heads.py` trains on much more, and the heads
-# beside the shipped weights come from there.
+# One matrix, trained for a few seconds, raises alpha several times over. The gap between the curves
+# is overfitting: six stories are far too little text. `lab/train_heads.py` trains on much more, and
+# the heads beside the shipped weights come from there.
 #
 # **Try it:** set `STEPS = 400`. Which of the two curves will rise more?
 #
@@ -127,8 +133,8 @@ figure
 #
 # ## What each head reads
 #
-# Medusa reads one state and nothing else. Other kinds read more, and run more. The picture shows five
-# kinds. A column is a token, and D is the last known token, which the target has not read yet.
+# Medusa reads one state and nothing else. Other kinds read more, and run more. The picture shows
+# five kinds. A column is a token, and D is the last known token, which the target has not read yet.
 #
 # **Predict:** which kind will draft best? Which will cost least?
 
@@ -144,24 +150,24 @@ plots.explain_reading(sides[1, 2])
 figure
 
 # %% [markdown]
-# - **Kangaroo** (arXiv 2404.18911) puts an attention between an early exit and the output head; the **exit
-#   block** (from lucidrains'
-#   [speculative-decoding](https://github.com/lucidrains/speculative-decoding)) puts a whole block there.
-#   Both read the state at the exit, and for a drafted token that state does not exist yet: the blocks up
-#   to the exit must run. (The picture draws the exit after a third of the blocks; the shipped Kangaroo
-#   exits after two.)
-# - **EAGLE** (arXiv 2401.15077) runs none of the model's blocks. One block of its own reads each token
-#   together with the target's final state of the token before it. For drafted tokens there is no such
-#   state yet, so it uses its own output. (EAGLE-3, arXiv 2503.01840, reads a mix of three states:
-#   [notebook 13](13_a_real_model.ipynb).)
-# - **Medusa** reads the final state of the last token that was read. Its heads predict three tokens at
-#   once. But the second head does not know what the first one has drafted.
-# - **The prophet** (lucidrains; not ProphetNet) is a small decoder. It starts from that final state, then
-#   reads D and its own drafts.
+# - **Kangaroo** (arXiv 2404.18911) puts an attention between an early exit and the output head; the
+#   **exit block** (from lucidrains'
+#   [speculative-decoding](https://github.com/lucidrains/speculative-decoding)) puts a whole block
+#   there. Both read the state at the exit, and for a drafted token that state does not exist yet:
+#   the blocks up to the exit must run. (The picture draws the exit after a third of the blocks; the
+#   shipped Kangaroo exits after two.)
+# - **EAGLE** (arXiv 2401.15077) runs none of the model's blocks. One block of its own reads each
+#   token together with the target's final state of the token before it. For drafted tokens there is
+#   no such state yet, so it uses its own output. (EAGLE-3, arXiv 2503.01840, reads a mix of three
+#   states: [notebook 13](13_a_real_model.ipynb).)
+# - **Medusa** reads the final state of the last token that was read. Its heads predict three tokens
+#   at once. But the second head does not know what the first one has drafted.
+# - **The prophet** (lucidrains; not ProphetNet) is a small decoder. It starts from that final
+#   state, then reads D and its own drafts.
 #
-# What a drafted token costs follows from that: the blocks of the model that run for it, the head's own
-# weights, and the output head. `heads.pricing` adds them up, in passes of the target. (No exit block is
-# shipped, so it is missing from here on.)
+# What a drafted token costs follows from that: the blocks of the model that run for it, the head's
+# own weights, and the output head. `heads.pricing` adds them up, in passes of the target. (No exit
+# block is shipped, so it is missing from here on.)
 
 # %% jupyter={"source_hidden": true}
 def trained(kind, fresh):
@@ -178,21 +184,23 @@ for kind, one in shipped.items():
 print(f"of each c, the output head is {costs.head / costs.whole:.2f}")
 
 # %% [markdown]
-# So the output head is a large part of every c, and nearly all of Medusa's. The paper's Medusa pays as
-# much: each of its heads reads an output matrix of its own.
+# So the output head is a large part of every c, and nearly all of Medusa's. The paper's Medusa pays
+# as much: each of its heads reads an output matrix of its own.
 #
 # ## In the loop
 #
-# Each head now drafts chains of three tokens. (Kangaroo's paper also stops a draft where the head is
-# unsure, and Medusa's and EAGLE's draft trees.) They write eight stories, now at temperature 0, where a
-# token is accepted if it is the target's likeliest. `tau` is the number of tokens per pass. A round takes
-# one pass and the cost of its draft. So if only the weights that are read count, the speed-up is
-# tau / (1 + cost of a draft). For comparison we measure two early exits, which need no weights of their own.
+# Each head now drafts chains of three tokens. (Kangaroo's paper also stops a draft where the head
+# is unsure, and Medusa's and EAGLE's draft trees.) They write eight stories, now at temperature 0,
+# where a token is accepted if it is the target's likeliest. `tau` is the number of tokens per pass.
+# A round takes one pass and the cost of its draft. So if only the weights that are read count, the
+# speed-up is tau / (1 + cost of a draft). For comparison we measure two early exits, which need no
+# weights of their own.
 #
 # **Predict:** which one has the highest tau? Is it also the fastest?
 
 # %%
-GAMMA, COUNT = 3, 8
+GAMMA = 3
+COUNT = 8
 prompts = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts("stories")[:COUNT]]
 
 
@@ -239,34 +247,36 @@ for side in (left, right):
 figure
 
 # %% [markdown]
-# Kangaroo has the highest tau, and EAGLE, whose tokens are cheaper, about the same speed-up: eight stories
-# do not tell them apart. The bare exits write about as many tokens per pass as EAGLE, but their drafts cost
-# about twice as much. Medusa is the cheapest and drafts worst: cheap drafts do not help much if they are
-# rejected. These speed-ups count weights, not seconds: [BENCHMARKS.md](../lab/BENCHMARKS.md) has both, on
-# more text.
+# Kangaroo has the highest tau, and EAGLE, whose tokens are cheaper, about the same speed-up: eight
+# stories do not tell them apart. The bare exits write about as many tokens per pass as EAGLE, but
+# their drafts cost about twice as much. Medusa is the cheapest and drafts worst: cheap drafts do
+# not help much if they are rejected. These speed-ups count weights, not seconds:
+# [BENCHMARKS.md](../lab/BENCHMARKS.md) has both, on more text.
 #
-# **Try it:** set `GAMMA = 6`. For which drafters do you expect tau to rise, and for which the speed-up?
+# **Try it:** set `GAMMA = 6`. For which drafters do you expect tau to rise, and for which the
+# speed-up?
 #
 # <details><summary>Answer</summary>
-# Tau rises for all but Medusa, which cannot draft more than three tokens. No speed-up rises: those of
-# Kangaroo and EAGLE hardly change, and the prophet and the exits pay more for the longer draft than it
-# brings.
+# Tau rises for all but Medusa, which cannot draft more than three tokens. No speed-up rises: those
+# of Kangaroo and EAGLE hardly change, and the prophet and the exits pay more for the longer draft
+# than it brings.
 # </details>
 #
 # ## A tree of heads
 #
-# The trees of notebook 8 work with heads as well: their second and third choices make trees. How often
-# each choice is the target's token was measured when the heads were trained and is stored with them, so
-# `best_tree` can pick the shape. A parent 0 in a shape is the last known token, and k is drafted token k.
-# (Medusa's tree may branch anywhere. Here EAGLE continues only its first choices; in the paper it
-# continues others as well.)
+# The trees of notebook 8 work with heads as well: their second and third choices make trees. How
+# often each choice is the target's token was measured when the heads were trained and is stored
+# with them, so `best_tree` can pick the shape. A parent 0 in a shape is the last known token, and k
+# is drafted token k. (Medusa's tree may branch anywhere. Here EAGLE continues only its first
+# choices; in the paper it continues others as well.)
 #
 # **Predict:** does a tree help EAGLE more, or Medusa?
 
 # %%
 from methods.trees import best_tree
 
-NODES, gained = 8, {}
+NODES = 8
+gained = {}
 for kind in ("eagle", "medusa"):
     one = shipped[kind]
     most = min(GAMMA, one.price.longest)
@@ -279,8 +289,8 @@ if SHIPPED and GAMMA == 3:
     assert gained["medusa"][1] < gained["eagle"][0]
 
 # %% [markdown]
-# Medusa: its first choices are often rejected, so its other choices have more to gain. Even so, its tree
-# writes fewer tokens per pass than EAGLE's chain.
+# Medusa: its first choices are often rejected, so its other choices have more to gain. Even so, its
+# tree writes fewer tokens per pass than EAGLE's chain.
 #
 # **Try it:** give Medusa a larger tree: set `NODES = 32`. Does it catch up with EAGLE's chain?
 #
@@ -302,8 +312,8 @@ print(f"a tree of {len(shape)}: tau {wide:.2f}; EAGLE's chain: {gained['eagle'][
 # **1.** The shipped Medusa drafts at most three tokens. EAGLE can draft more. Why?
 #
 # <details><summary>Answer</summary>
-# Medusa has one trained matrix for each place, and three of them. EAGLE reads its own output and can go
-# on, although it gets worse the further it goes.
+# Medusa has one trained matrix for each place, and three of them. EAGLE reads its own output and
+# can go on, although it gets worse the further it goes.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -311,8 +321,8 @@ assert shipped["medusa"].price.longest == shipped["medusa"].steps < shipped["eag
 print({kind: one.price.longest for kind, one in shipped.items()})
 
 # %% [markdown]
-# **2.** The heads were trained on text that is mostly stories. What happens on code: is the text still
-# exact? Is it still fast?
+# **2.** The heads were trained on text that is mostly stories. What happens on code: is the text
+# still exact? Is it still fast?
 #
 # <details><summary>Answer</summary>
 # It is exact: the target verifies every token. But the head predicts code less well, so tau falls.
@@ -328,12 +338,12 @@ assert not SHIPPED or tau < table["eagle"][0]
 print(f"eagle: tau {table['eagle'][0]:.2f} on stories, {tau:.2f} on code")
 
 # %% [markdown]
-# **3.** EAGLE has over four times as many weights as Medusa, and reads over ten times as many of them
-# per drafted token. Why is its c not even twice as large?
+# **3.** EAGLE has over four times as many weights as Medusa, and reads over ten times as many of
+# them per drafted token. Why is its c not even twice as large?
 #
 # <details><summary>Answer</summary>
-# Both read the output head for each drafted token, and in a small model with a large vocabulary that is
-# more than either head. (A short draft vocabulary, as in notebook 6, makes it smaller.)
+# Both read the output head for each drafted token, and in a small model with a large vocabulary
+# that is more than either head. (A short draft vocabulary, as in notebook 6, makes it smaller.)
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -345,18 +355,20 @@ if SHIPPED:
     assert output < prices["medusa"] < prices["eagle"] < 2 * prices["medusa"]
 
 # %% [markdown]
-# **4.** Suppose we trained the model together with the head. The drafts would get better. What would be
-# lost?
+# **4.** Suppose we trained the model together with the head. The drafts would get better. What
+# would be lost?
 #
 # <details><summary>Answer</summary>
-# The text. The target would be another model, and what it verifies would be distributed as *its* p, not
-# as that of the model we began with. (Medusa-2 trains both.) The cell moves one block by one percent.
+# The text. The target would be another model, and what it verifies would be distributed as *its* p,
+# not as that of the model we began with. (Medusa-2 trains both.) The cell moves one block by one
+# percent.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 import copy
 
-moved, g = copy.deepcopy(model), torch.Generator().manual_seed(0)
+moved = copy.deepcopy(model)
+g = torch.Generator().manual_seed(0)
 for w in moved.blocks[L // 2].parameters():
     w.add_(0.01 * w.norm() * torch.randn(w.shape, generator=g) / w.numel() ** 0.5)
 after = Teacher(moved, stories[0], lambda logits: logits.softmax(-1))
@@ -367,5 +379,5 @@ print(f"per token, {1 - float(kept):.2%} of the probability has moved")
 # %% [markdown]
 # `generate.py --draft eagle` drafts with a head, and `--tree 8` with a tree of it.
 #
-# Next: [adapting](10_adapting.ipynb). The best way to draft changes with the text. How can a program
-# choose while it writes?
+# Next: [adapting](10_adapting.ipynb). The best way to draft changes with the text. How can a
+# program choose while it writes?

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # 10. Adapting: drafts that change while they run
 #
-# No draft is best for every text. One story is easy for a shallow exit, another needs a deeper one. A
-# program should find this out *while it writes*, and at little cost. This notebook shows what a run
-# reveals for free, and two published systems that use it: DEL chooses an exit, and SWIFT searches for a
-# skip set.
+# No draft is best for every text. One story is easy for a shallow exit, another needs a deeper one.
+# A program should find this out *while it writes*, and at little cost. This notebook shows what a
+# run reveals for free, and two published systems that use it: DEL chooses an exit, and SWIFT
+# searches for a skip set.
 #
-# > **Verifying a draft computes what every early exit would have drafted. So a program can compare all exits
-# > although it drafts with one.**
+# > **Verifying a draft computes what every early exit would have drafted. So a program can compare
+# > all exits although it drafts with one.**
 #
 # You need [6, layer skipping](06_layer_skipping.ipynb), and [7, search](07_search.ipynb).
 # About 25 minutes.
@@ -24,7 +24,9 @@ from control import weight_costs
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
-c, L, costs = model.c, model.c.n_layers, weight_costs(model.c)
+c = model.c
+L = model.c.n_layers
+costs = weight_costs(model.c)
 story = checkpoint.encode(tokenizer, read_prompts("stories")[1]["text"], c.bos)[:120]
 prompt = story[:24]
 print(f"{L} blocks; a story of {len(story)} tokens, of which {len(prompt)} are the prompt")
@@ -32,13 +34,13 @@ print(f"{L} blocks; a story of {len(story)} tokens, of which {len(prompt)} are t
 # %% [markdown]
 # ## What a trace reveals
 #
-# When the target verifies a draft, its states pass through all blocks. The loop only has to keep them:
-# a *trace*. The state after block E is exactly the state of an early exit after E blocks. So the output
-# head can compute, for every place of the round, what *every* exit would have drafted there, without
-# drafting. DEL calls these tokens *shadow tokens*.
+# When the target verifies a draft, its states pass through all blocks. The loop only has to keep
+# them: a *trace*. The state after block E is exactly the state of an early exit after E blocks. So
+# the output head can compute, for every place of the round, what *every* exit would have drafted
+# there, without drafting. DEL calls these tokens *shadow tokens*.
 #
-# Here are the shadow tokens of all exits along a piece of the story. `Teacher` keeps the states of one
-# pass.
+# Here are the shadow tokens of all exits along a piece of the story. `Teacher` keeps the states of
+# one pass.
 
 # %%
 from layerskip import early_exit
@@ -52,8 +54,8 @@ for e in (1, L // 2, L - 1):      # the same as when the exit itself drafts
 print(f"{right.numel()} shadow tokens, of {L - 1} exits at {len(story)} places, from one pass over the text")
 
 # %% [markdown]
-# **Predict:** the picture will have a row for each exit and a column for each place. Will it look like
-# stripes across (some exits are good), or stripes down (some places are easy)?
+# **Predict:** the picture will have a row for each exit and a column for each place. Will it look
+# like stripes across (some exits are good), or stripes down (some places are easy)?
 
 # %% jupyter={"source_hidden": true}
 piece = slice(24, 64)
@@ -67,16 +69,17 @@ side.set(ylabel="exit after block", xlabel="next token of the story",
 figure
 
 # %% [markdown]
-# Mostly stripes down. Whether a token is predicted right depends more on the place than on the exit:
-# many places are right for nearly all exits, and at a few even deep exits are wrong. (The model would
-# sometimes write another word than the story's, and it is the model that an exit has to predict.)
+# Mostly stripes down. Whether a token is predicted right depends more on the place than on the
+# exit: many places are right for nearly all exits, and at a few even deep exits are wrong. (The
+# model would sometimes write another word than the story's, and it is the model that an exit has to
+# predict.)
 #
 # A trace does not reveal everything. A skip set has states of its own: after its first gap, each
-# sub-layer gets another input than in a pass of the whole model. A trace can still guide the choice.
-# *CLaSp* (arXiv 2505.24196, `lab/clasp.py`) looks for the blocks without which a token's states stay
-# nearest to those of the trace. But for this it runs the blocks again, on states that the target never had,
-# and a set whose states are near need not be one whose tokens are right. How often they are, only its own
-# drafts can show.
+# sub-layer gets another input than in a pass of the whole model. A trace can still guide the
+# choice. *CLaSp* (arXiv 2505.24196, `lab/clasp.py`) looks for the blocks without which a token's
+# states stay nearest to those of the trace. But for this it runs the blocks again, on states that
+# the target never had, and a set whose states are near need not be one whose tokens are right. How
+# often they are, only its own drafts can show.
 
 # %%
 from layerskip import without
@@ -93,14 +96,14 @@ print("up to its gap the draft has the target's states; at its end they differ b
 # ## DEL: alpha of every exit
 #
 # DEL (arXiv 2504.05598) counts for each exit how many of its shadow tokens are right and wrong. Old
-# counts fade by 5 % per round. The counts give alpha of every exit. DEL drafts with the exit whose best
-# draft length promises the most *tokens per layer* (TPL): the expected tokens of a round, divided by the
-# layers that run for it. (Ours divides by costs, which include the output head.)
+# counts fade by 5 % per round. The counts give alpha of every exit. DEL drafts with the exit whose
+# best draft length promises the most *tokens per layer* (TPL): the expected tokens of a round,
+# divided by the layers that run for it. (Ours divides by costs, which include the output head.)
 #
-# How far it really drafts is decided token by token, which the paper calls *dynamic draft exiting*. A draft
-# ends after a token whose *confidence*, the largest probability in the exit's distribution, is below a
-# threshold. The threshold lies midway between the exit's mean confidence where its shadow tokens were right
-# and where they were wrong.
+# How far it really drafts is decided token by token, which the paper calls *dynamic draft exiting*.
+# A draft ends after a token whose *confidence*, the largest probability in the exit's distribution,
+# is below a threshold. The threshold lies midway between the exit's mean confidence where its
+# shadow tokens were right and where they were wrong.
 #
 # We watch DEL while it writes.
 
@@ -108,7 +111,10 @@ print("up to its gap the draft has the target's states; at its end they differ b
 from methods.dynamic import DEL
 from speculative import rounds
 
-drafter, table, chosen, lengths = DEL(model, gamma=8), [], [], []
+drafter = DEL(model, gamma=8)
+table = []
+chosen = []
+lengths = []
 for _, r in rounds(model, [prompt], 80, drafter):
     hits, misses = drafter.counts[:2]
     table.append((hits + 1) / (hits + misses + 2))              # (L-1,) DEL's estimates of alpha
@@ -133,10 +139,11 @@ lower.set(xlabel="round", ylabel="tokens drafted", title="how far it drafted bef
 figure
 
 # %% [markdown]
-# A shallow one: deep exits have a higher alpha, but cost too much. The choice moves between neighbours
-# that are nearly equally fast. The table is full from the first column on, since DEL has scored the
-# prompt. It changes slowly, since its counts cover about twenty rounds. The lengths change from round to
-# round: a draft goes on while the exit is sure of its tokens, and that depends on the place in the text.
+# A shallow one: deep exits have a higher alpha, but cost too much. The choice moves between
+# neighbours that are nearly equally fast. The table is full from the first column on, since DEL has
+# scored the prompt. It changes slowly, since its counts cover about twenty rounds. The lengths
+# change from round to round: a draft goes on while the exit is sure of its tokens, and that depends
+# on the place in the text.
 #
 # Are the estimates right? The next picture compares them, at the end of the run, with the share of
 # right shadow tokens in the text that it wrote: in all of it, and in its last 40 tokens.
@@ -150,7 +157,8 @@ from speculative import generate
 whole = Teacher(model, prompt + written)
 places = slice(len(prompt) - 1, -1)                             # those whose next token was written
 by_exit = torch.stack([whole.acceptance(early_exit(L, e))[places] for e in range(1, L)])   # (L-1, 80)
-true, recent = by_exit.mean(1), by_exit[:, -40:].mean(1)
+true = by_exit.mean(1)
+recent = by_exit[:, -40:].mean(1)
 off = [float((table[-1] - alpha).abs().mean()) for alpha in (true, recent)]
 print(f"DEL's estimates are off by {off[0]:.3f} from the whole text, by {off[1]:.3f} from its last 40 tokens")
 assert not SHIPPED or off[1] < off[0] and max(true[4 : L // 2]) < true[3] + 0.02
@@ -165,23 +173,24 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# To the last 40 tokens: old counts fade, but slowly. This is how DEL follows a text that changes. Look at
-# the shape as well. From exit 4 to the middle of the model, more blocks buy nothing.
+# To the last 40 tokens: old counts fade, but slowly. This is how DEL follows a text that changes.
+# Look at the shape as well. From exit 4 to the middle of the model, more blocks buy nothing.
 #
-# There is a price. For each shadow token, the output head must be applied to one more state. A large
-# GPU hardly notices, since it reads the head once for all of them. On a CPU the shadow tokens of all
-# exits can cost more than the pass itself. So the library's `DEL` can score a few exits only, or only
-# every n-th round.
+# There is a price. For each shadow token, the output head must be applied to one more state. A
+# large GPU hardly notices, since it reads the head once for all of them. On a CPU the shadow tokens
+# of all exits can cost more than the pass itself. So the library's `DEL` can score a few exits
+# only, or only every n-th round.
 #
 # ## SWIFT: a search while it writes
 #
-# SWIFT (arXiv 2410.06916) searches for sub-layers to skip *on the text that it is writing*. After the
-# first tokens, its window, it scores one candidate set per round. Most candidates are random; every
-# 25th is chosen by a Gaussian process (notebook 7). The score is the *matchness*: how often the set's
-# likeliest token is the next token of the window. A candidate that beats the current set replaces it.
+# SWIFT (arXiv 2410.06916) searches for sub-layers to skip *on the text that it is writing*. After
+# the first tokens, its window, it scores one candidate set per round. Most candidates are random;
+# every 25th is chosen by a Gaussian process (notebook 7). The score is the *matchness*: how often
+# the set's likeliest token is the next token of the window. A candidate that beats the current set
+# replaces it.
 #
-# **Predict:** the candidates skip as many sub-layers as the first set, so c hardly changes. How much
-# faster will the best of them be than the first?
+# **Predict:** the candidates skip as many sub-layers as the first set, so c hardly changes. How
+# much faster will the best of them be than the first?
 
 # %%
 from lab.swift import SWIFT
@@ -210,11 +219,13 @@ figure
 # %% [markdown]
 # The matchness rises within the first few candidates, and then no more.
 #
-# **Try it:** score on twice as many tokens: `window=48`. Will the best matchness be higher or lower?
+# **Try it:** score on twice as many tokens: `window=48`. Will the best matchness be higher or
+# lower?
 #
 # <details><summary>Answer</summary>
-# One would expect it to be lower: a longer window leaves less to luck, and fewer sets are scored before the
-# text ends. But one run cannot show that: of 24 tokens, a single one makes a difference of 0.04.
+# One would expect it to be lower: a longer window leaves less to luck, and fewer sets are scored
+# before the text ends. But one run cannot show that: of 24 tokens, a single one makes a difference
+# of 0.04.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -235,8 +246,10 @@ from control import best_gamma, expected_speedup
 worth = []
 for name, gone in zip(("the first set", "the best set"), sets, strict=True):
     kept = swift.kept(gone)
-    right, price = whole.acceptance(kept)[places], costs.step(kept)
-    alpha, error = float(right.mean()), float(right.std() / len(right) ** 0.5)
+    right = whole.acceptance(kept)[places]
+    price = costs.step(kept)
+    alpha = float(right.mean())
+    error = float(right.std() / len(right) ** 0.5)
     worth.append(alpha)
     assert not SHIPPED or price > 0.5 and max(worth) - min(worth) < 1.5 * error
     print(f"{name}: alpha {alpha:.2f} ± {error:.2f}, c {price:.2f}, "
@@ -246,10 +259,10 @@ print(f"the search itself cost as much as {len(scores) * costs.step(swift.kept(s
 # %% [markdown]
 # Little, for three reasons. SWIFT's sets keep more than half of the model, so a drafted token is
 # expensive. The best of many scores from a short window is flattered by chance (notebook 7): on the
-# whole text the two sets are hardly further apart than one standard error. And scoring a set costs about
-# as much as a drafted token, so our one short text ends before the search has paid for itself. In the
-# paper the search goes on over many requests, which share its cost, and the models are large and lose
-# little when blocks are skipped.
+# whole text the two sets are hardly further apart than one standard error. And scoring a set costs
+# about as much as a drafted token, so our one short text ends before the search has paid for
+# itself. In the paper the search goes on over many requests, which share its cost, and the models
+# are large and lose little when blocks are skipped.
 #
 # ## Questions
 #
@@ -269,8 +282,8 @@ print(f"after 13 rounds {0.95**13:.2f}, after 14 {0.95**14:.2f}")
 # **2.** Why does the trace reveal what every early exit would draft, but not what a skip set would?
 #
 # <details><summary>Answer</summary>
-# An exit runs the first sub-layers of the target on the target's own states. After its gap, a skip set
-# has states of its own, and the target never computes those.
+# An exit runs the first sub-layers of the target on the target's own states. After its gap, a skip
+# set has states of its own, and the target never computes those.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -280,5 +293,5 @@ assert shared_prefix(early_exit(L, L - 1)) == 2 * (L - 1) and shared_prefix(gap)
 print("the exit shares all of its sub-layers with the target, the skip set only those before its gap")
 
 # %% [markdown]
-# Next: [Pace](11_pace.ipynb). DEL chooses among exits. How can a program choose among all ways to draft,
-# and be sure not to lose by it?
+# Next: [Pace](11_pace.ipynb). DEL chooses among exits. How can a program choose among all ways to
+# draft, and be sure not to lose by it?

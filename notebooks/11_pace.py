@@ -1,17 +1,17 @@
 # %% [markdown]
 # # 11. Pace: choose how to draft, and never lose much
 #
-# On a story an early exit may predict well, on code it may be enough to copy earlier lines, and on some
-# texts nothing helps. `Pace` is the library's own controller, and what `generate.py` uses by default. It
-# learns from the rounds so far which way of drafting writes the most tokens per unit of time. And it can
-# promise something: by its table of costs, it is never slower than plain decoding by more than 1 % and
-# two passes.
+# On a story an early exit may predict well, on code it may be enough to copy earlier lines, and on
+# some texts nothing helps. `Pace` is the library's own controller, and what `generate.py` uses by
+# default. It learns from the rounds so far which way of drafting writes the most tokens per unit of
+# time. And it can promise something: by its table of costs, it is never slower than plain decoding
+# by more than 1 % and two passes.
 #
 # > **The cost of an experiment is known before it is made. So a program can
 # > save up for it, and never lose more than it has saved.**
 #
-# You need [6, layer skipping](06_layer_skipping.ipynb), and from
-# [4, speculative decoding](04_speculative_decoding.ipynb) how earlier text is copied. About 20 minutes.
+# You need [6, layer skipping](06_layer_skipping.ipynb), and from [4, speculative
+# decoding](04_speculative_decoding.ipynb) how earlier text is copied. About 20 minutes.
 
 # %%
 # %run start.py
@@ -25,27 +25,30 @@ from support.texts import read_prompts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
-c, L, costs = model.c, model.c.n_layers, weight_costs(model.c)
+c = model.c
+L = model.c.n_layers
+costs = weight_costs(model.c)
 prompt = checkpoint.encode(tokenizer, read_prompts("stories")[1]["text"], c.bos)[:24]
 print(f"{L} blocks; the prompt has {len(prompt)} tokens")
 
 # %% [markdown]
 # ## Weigh everything by time
 #
-# Before every draft, Pace answers one question: *which drafter, and which length, writes the most tokens
-# per unit of time?* It can draft nothing, use suffix decoding (`suffix`), or one of several exits, a skip
-# set, or trained heads where there are any. Each gets a value, the expected speed:
+# Before every draft, Pace answers one question: *which drafter, and which length, writes the most
+# tokens per unit of time?* It can draft nothing, use suffix decoding (`suffix`), or one of several
+# exits, a skip set, or trained heads where there are any. Each gets a value, the expected speed:
 #
 # $$\frac{1 + \alpha + \dots + \alpha^\gamma}{\gamma c + 1}$$
 #
 # c comes from a table of costs. Alpha of suffix decoding comes from the text, which shows what its
-# copies would have been worth, whichever way was chosen. Alpha of everything else comes from its own
-# drafts, so for a drafter that is seldom used it is uncertain. Pace takes it to be one standard deviation
-# above its mean, so it tries what it knows little about, and its old counts fade, so it tries again what
-# failed long ago. If nothing is at least 5 % faster than plain decoding, Pace drafts nothing.
+# copies would have been worth, whichever way was chosen. Alpha of everything else comes from its
+# own drafts, so for a drafter that is seldom used it is uncertain. Pace takes it to be one standard
+# deviation above its mean, so it tries what it knows little about, and its old counts fade, so it
+# tries again what failed long ago. If nothing is at least 5 % faster than plain decoding, Pace
+# drafts nothing.
 #
-# We give it a stream of prompts whose kind changes: two stories, two dialogues, two maths problems, two
-# pieces of code, and then all four kinds again.
+# We give it a stream of prompts whose kind changes: two stories, two dialogues, two maths problems,
+# two pieces of code, and then all four kinds again.
 #
 # **Predict:** on which kind will it choose suffix decoding most often?
 
@@ -60,7 +63,9 @@ stream = [(kind, checkpoint.encode(tokenizer, line["prompt"], c.bos)) for first 
           for kind in ("stories", "dialogues", "maths", "code")
           for line in read_prompts(kind)[first : first + 2]]
 kinds = [kind for kind, _ in stream]
-pace, chosen, tau = Pace(model, candidates(model, costs), costs), [], []
+pace = Pace(model, candidates(model, costs), costs)
+chosen = []
+tau = []
 for _, ids in stream:
     before = Counter(pace.chosen)
     (text,), passes = generate(model, [ids], 32, pace, eos=c.eos)
@@ -84,21 +89,22 @@ lower.set(ylabel="tokens per pass", xlabel="a bar for each prompt; dashed: plain
 figure
 
 # %% [markdown]
-# On code. Stories and dialogues mostly get an exit. Which one depends on what was tried so far, since
-# neighbours are worth nearly the same. Pace keeps what it has learnt when the next prompt begins.
+# On code. Stories and dialogues mostly get an exit. Which one depends on what was tried so far,
+# since neighbours are worth nearly the same. Pace keeps what it has learnt when the next prompt
+# begins.
 #
 # ## What it may lose
 #
-# A draft can fail. But its cost is known before the round: each drafted token costs c, and their number
-# is fixed by then. Pace keeps a balance. It starts at two passes, the *stake*. Each written token adds
-# one pass, which is what it would have cost without drafting, and a small extra of 1 %. Each
-# round subtracts what it costs. A round begins only if the balance covers what it would lose with nothing
-# accepted, so the balance never falls below zero. That *is* the guarantee: by its table of costs, Pace
-# is never slower than plain decoding by more than 1 % and two passes. By the clock, it holds as far as
-# the table is right.
+# A draft can fail. But its cost is known before the round: each drafted token costs c, and their
+# number is fixed by then. Pace keeps a balance. It starts at two passes, the *stake*. Each written
+# token adds one pass, which is what it would have cost without drafting, and a small extra of 1 %.
+# Each round subtracts what it costs. A round begins only if the balance covers what it would lose
+# with nothing accepted, so the balance never falls below zero. That *is* the guarantee: by its
+# table of costs, Pace is never slower than plain decoding by more than 1 % and two passes. By the
+# clock, it holds as far as the table is right.
 #
-# To test it, we give Pace a useless draft: the second half of the model alone. Beside it runs a fixed
-# rule that drafts two tokens with it in every round.
+# To test it, we give Pace a useless draft: the second half of the model alone. Beside it runs a
+# fixed rule that drafts two tokens with it in every round.
 #
 # **Predict:** how often will Pace try the useless draft in 120 tokens?
 
@@ -109,11 +115,13 @@ from methods.pace import STAKE
 
 useless = list(range(L, 2 * L))                                 # the second half of the model, alone
 careful = Pace(model, [self_draft("useless", model, useless, costs)], costs)
-balances, tokens = [STAKE], [0]
+balances = [STAKE]
+tokens = [0]
 for state, _ in rounds(model, [prompt], 120, careful):
     balances.append(careful.balance)
     tokens.append(len(state.known[0]) - len(prompt))
-fixed, cost = [(0, 0.0)], costs.step(useless)
+fixed = [(0, 0.0)]
+cost = costs.step(useless)
 for state, r in rounds(model, [prompt], 120, SelfDraft(model, useless, 2)):
     fixed.append((len(state.known[0]) - len(prompt), fixed[-1][1] + len(r.new[0]) - 1 - 2 * cost))
 tries = careful.chosen["useless"]
@@ -140,15 +148,15 @@ figure
 # %% [markdown]
 # A few times. In the first round the blue curve drops by half a pass: Pace tries the draft, and it
 # fails. After that Pace drafts nothing, and the curve is flat. It rises in steps wherever a copy by
-# suffix decoding has been accepted. Once a failure is long ago, Pace tries again, and the curve drops a
-# little. The fixed rule loses about one pass per token.
+# suffix decoding has been accepted. Once a failure is long ago, Pace tries again, and the curve
+# drops a little. The fixed rule loses about one pass per token.
 #
-# **Try it:** set `useless = list(range(L))`, the *first* half of the model. Will Pace draft now? Which
-# curve will end higher?
+# **Try it:** set `useless = list(range(L))`, the *first* half of the model. Will Pace draft now?
+# Which curve will end higher?
 #
 # <details><summary>Answer</summary>
-# It drafts with it in some of the rounds and copies in others, and both curves rise. Pace ends higher,
-# since it drafts only where that pays, and copies where it can. Question 2 checks it.
+# It drafts with it in some of the rounds and copies in others, and both curves rise. Pace ends
+# higher, since it drafts only where that pays, and copies where it can. Question 2 checks it.
 # </details>
 #
 # ## Questions
@@ -168,16 +176,18 @@ assert same == generate(model, [prompt], 60)[0]
 print("the same 60 tokens")
 
 # %% [markdown]
-# **2.** The first half of the model is a good draft, but not a cheap one. Who gains more with it: Pace,
-# or a rule that drafts two tokens in every round?
+# **2.** The first half of the model is a good draft, but not a cheap one. Who gains more with it:
+# Pace, or a rule that drafts two tokens in every round?
 #
 # <details><summary>Answer</summary>
-# Pace: it drafts only as far as the balance covers and the value says, and copies where that is better.
+# Pace: it drafts only as far as the balance covers and the value says, and copies where that is
+# better.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 good = list(range(L))
-free, spent = Pace(model, [self_draft("first half", model, good, costs)], costs), 0.0
+free = Pace(model, [self_draft("first half", model, good, costs)], costs)
+spent = 0.0
 for _ in rounds(model, [prompt], 120, free):
     pass
 for _ in rounds(model, [prompt], 120, SelfDraft(model, good, 2)):
@@ -187,5 +197,5 @@ assert not SHIPPED or saved[0] > saved[1] > 0
 print("of 120 passes, Pace saves {:.0f}, the fixed rule {:.0f};".format(*saved), free.chosen)
 
 # %% [markdown]
-# Next: [close to the machine](12_close_to_the_machine.ipynb). What does a pass really cost, and what if
-# its weights had fewer bits?
+# Next: [close to the machine](12_close_to_the_machine.ipynb). What does a pass really cost, and
+# what if its weights had fewer bits?

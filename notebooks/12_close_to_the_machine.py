@@ -1,17 +1,19 @@
 # %% [markdown]
 # # 12. Close to the machine: what a token waits for
 #
-# What does the machine do during a pass? It launches operations, and it reads bytes. We count both. Then
-# we look at what the folder `machine/` does about them: a product that reads a matrix once for several
-# tokens, passes in one call, quantised weights, one model on two processes. None of this changes the
-# text, except by rounding, and [notebook 5](05_the_same_text.ipynb) shows how even that can be avoided.
+# What does the machine do during a pass? It launches operations, and it reads bytes. We count both.
+# Then we look at what the folder `machine/` does about them: a product that reads a matrix once for
+# several tokens, passes in one call, quantised weights, one model on two processes. None of this
+# changes the text, except by rounding, and [notebook 5](05_the_same_text.ipynb) shows how even that
+# can be avoided.
 #
-# > **A pass of a small model waits for operations to be launched, a pass of a large one for bytes to be
-# > read. A pass in one call removes the first wait. A block of tokens waits for the same bytes as one token.
-# > Fewer bits shorten the wait, and several devices share it.**
+# > **A pass of a small model waits for operations to be launched, a pass of a large one for bytes
+# > to be read. A pass in one call removes the first wait. A block of tokens waits for the same
+# > bytes as one token. Fewer bits shorten the wait, and several devices share it.**
 #
-# You need [2, the cache](02_kv_cache.ipynb), [4, speculative decoding](04_speculative_decoding.ipynb)
-# and [6, layer skipping](06_layer_skipping.ipynb). About 40 minutes.
+# You need [2, the cache](02_kv_cache.ipynb), [4, speculative
+# decoding](04_speculative_decoding.ipynb) and [6, layer skipping](06_layer_skipping.ipynb). About
+# 40 minutes.
 
 # %%
 # %run start.py
@@ -27,18 +29,20 @@ from speculative import generate
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, "cpu", torch.float32)
-c, L = model.c, model.c.n_layers
+c = model.c
+L = model.c.n_layers
 prompt = checkpoint.encode(tokenizer, read_prompts("stories")[0]["prompt"], c.bos)
-cache, n = KVCache(c, 1, len(prompt) + 64, torch.float32), len(prompt)
+cache = KVCache(c, 1, len(prompt) + 64, torch.float32)
+n = len(prompt)
 prefill(model, torch.tensor([prompt]), cache)
 print(f"{L} blocks of {c.dim} numbers; the prompt has {n} tokens")
 
 # %% [markdown]
 # ## Count the launches
 #
-# PyTorch can report each operation just before it runs. We count them all but *views*, which only look at
-# the same memory in another shape. On a GPU, each of the others would *launch* one or more *kernels*
-# (programs that run on the GPU).
+# PyTorch can report each operation just before it runs. We count them all but *views*, which only
+# look at the same memory in another shape. On a GPU, each of the others would *launch* one or more
+# *kernels* (programs that run on the GPU).
 
 # %% jupyter={"source_hidden": true}
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,14 +92,14 @@ assert products == 4 * L + 1, "four per block, and the output head"
 print(f"{products} of them are products with a weight matrix; most frequent:", names.most_common(4))
 
 # %% [markdown]
-# Most launches add, multiply or copy a few hundred numbers. *Launching* such an operation takes longer
-# than running it: Python calls torch, torch looks up types and devices, allocates memory for the result,
-# and calls the kernel.
+# Most launches add, multiply or copy a few hundred numbers. *Launching* such an operation takes
+# longer than running it: Python calls torch, torch looks up types and devices, allocates memory for
+# the result, and calls the kernel.
 #
 # ## Count the bytes
 #
-# A pass over one token reads every matrix of the blocks and of the output head once, and the keys and
-# values of all tokens before it. `byte_costs` adds that up, here in float32.
+# A pass over one token reads every matrix of the blocks and of the output head once, and the keys
+# and values of all tokens before it. `byte_costs` adds that up, here in float32.
 
 # %%
 from machine.quant import byte_costs
@@ -108,8 +112,8 @@ for name, number in table.items():
 print(f"{'together':30} {sum(table.values()) / 1e6:7.2f} MB for one token")
 
 # %% [markdown]
-# Which count matters? We time the whole pass, its matrix products alone, and a pass of a model that has as
-# many blocks but is so narrow that there is hardly anything to read: it has only launches.
+# Which count matters? We time the whole pass, its matrix products alone, and a pass of a model that
+# has as many blocks but is so narrow that there is hardly anything to read: it has only launches.
 #
 # **Predict:** which of the two takes longer, the products or the launches?
 
@@ -136,13 +140,13 @@ for name, seconds in interleave(work, 15).items():
     print(f"{name}: {1e3 * seconds:.2f} ms")
 
 # %% [markdown]
-# On a small model the launches cost about as much as the products, or more. (The two need not add up to the
-# pass: the launches of the products are in both, and the narrow model's other operations move fewer
-# numbers.)
+# On a small model the launches cost about as much as the products, or more. (The two need not add
+# up to the pass: the launches of the products are in both, and the narrow model's other operations
+# move fewer numbers.)
 #
-# For larger models this turns around: bytes grow with the square of the width, launches only with the
-# depth. Here are known models on paper, in bfloat16, on a device that reads 3.35 TB/s (an H100, by its
-# data sheet). We assume that a launch takes 5 microseconds.
+# For larger models this turns around: bytes grow with the square of the width, launches only with
+# the depth. Here are known models on paper, in bfloat16, on a device that reads 3.35 TB/s (an H100,
+# by its data sheet). We assume that a launch takes 5 microseconds.
 #
 # **Predict:** how large must a model be before it waits longer for bytes than for launches?
 
@@ -150,7 +154,8 @@ for name, seconds in interleave(work, 15).items():
 from control import weight_costs
 from lab.bench.shared import SHAPES                             # what the model cards say
 
-LAUNCH, READS = 5e-6, 3.35e12                                   # seconds; bytes per second
+LAUNCH = 5e-6                                                   # seconds
+READS = 3.35e12                                                 # bytes per second
 shapes = {"this one": c} | SHAPES
 
 
@@ -187,12 +192,13 @@ print(f"{nearest}: launching takes {ratios[nearest]:.2f} times as long as readin
 # %% [markdown]
 # ## A block at the price of a token
 #
-# Verifying a draft is a pass over a few tokens, so each matrix is multiplied with a few rows. We time such
-# products with a matrix as wide as those of SmolLM2, a small public model, but so long that it fits into no
-# cache. `F.linear` is torch's product. For comparison, we also sum as many bytes: reading cannot be faster.
+# Verifying a draft is a pass over a few tokens, so each matrix is multiplied with a few rows. We
+# time such products with a matrix as wide as those of SmolLM2, a small public model, but so long
+# that it fits into no cache. `F.linear` is torch's product. For comparison, we also sum as many
+# bytes: reading cannot be faster.
 #
-# **Predict:** four rows need four times as many multiplications as one. Does the product take four times as
-# long?
+# **Predict:** four rows need four times as many multiplications as one. Does the product take four
+# times as long?
 
 # %%
 from machine.quant import Looped
@@ -220,13 +226,13 @@ for name in ways:
 #         for 64 weights of it            a few registers
 #             for each row m of x         sum[m] += these weights times 64 numbers of x
 #
-# While the next weights are on their way from memory, the processor multiplies those that are there, with
-# row after row. Up to a few rows it would only have waited. So a block of four tokens costs about what one
-# token costs, until the multiplications take longer than the reading.
+# While the next weights are on their way from memory, the processor multiplies those that are
+# there, with row after row. Up to a few rows it would only have waited. So a block of four tokens
+# costs about what one token costs, until the multiplications take longer than the reading.
 #
-# A product is not a pass. Between products there are norms, attention and additions, which are launched
-# one by one. So `machine/pass.cpp` has loops for these as well, and a whole pass is a single call from
-# Python. `fast(model)` stands in for the model and makes these calls.
+# A product is not a pass. Between products there are norms, attention and additions, which are
+# launched one by one. So `machine/pass.cpp` has loops for these as well, and a whole pass is a
+# single call from Python. `fast(model)` stands in for the model and makes these calls.
 
 # %%
 from machine.exact import fast
@@ -254,13 +260,13 @@ plots.curves(right, few, {name: [passes[one, T] for T in few] for name, one in n
 figure
 
 # %% [markdown]
-# The loop reads the matrix about as fast as memory allows, and takes little longer for a few rows than
-# for one.
+# The loop reads the matrix about as fast as memory allows, and takes little longer for a few rows
+# than for one.
 #
-# **This curve is why drafting pays at all.** Suppose T rows cost T times as much as one row. Then a round
-# that drafts gamma tokens would cost more than gamma + 1 passes, and would write at most gamma + 1
-# tokens. We put three costs of a block into the formula of notebook 4, for alpha 0.7 and c 0.1: this one,
-# and the two that we have measured.
+# **This curve is why drafting pays at all.** Suppose T rows cost T times as much as one row. Then a
+# round that drafts gamma tokens would cost more than gamma + 1 passes, and would write at most
+# gamma + 1 tokens. We put three costs of a block into the formula of notebook 4, for alpha 0.7 and
+# c 0.1: this one, and the two that we have measured.
 
 # %%
 from control import expected_speedup
@@ -276,11 +282,11 @@ assert all(expected_speedup(1.0, T - 1, 0.1, T) < 1 for T in few[1:]), "a loss, 
 # %% [markdown]
 # ## Record once, replay
 #
-# A GPU needs another remedy. There a library multiplies few rows well, but each kernel must be launched.
-# A *CUDA graph* is a stored list of kernels with a single launch: the pass is *recorded* once and
-# replayed from then on. We use a simulation of it, `Tape`, which is made for tests: it runs everything
-# again, but in memory of its own, so that whatever would break a graph also breaks the simulation.
-# `Recorded` stands in for the model, and the loop does not notice.
+# A GPU needs another remedy. There a library multiplies few rows well, but each kernel must be
+# launched. A *CUDA graph* is a stored list of kernels with a single launch: the pass is *recorded*
+# once and replayed from then on. We use a simulation of it, `Tape`, which is made for tests: it
+# runs everything again, but in memory of its own, so that whatever would break a graph also breaks
+# the simulation. `Recorded` stands in for the model, and the loop does not notice.
 
 # %%
 from layerskip import SelfDraft, early_exit
@@ -294,13 +300,15 @@ assert texts[0] == texts[1]
 print(tokenizer.decode(texts[1]))
 
 # %% [markdown]
-# A recording is made for given sub-layers and a given number of rows, tokens and slots. What changes from
-# round to round is its input: the states, the position, the masks. So per pass the host launches one
-# replay and a few copies. A graph still has as many kernels as before. So `machine/blocks.py` first has
-# them *fused* by a compiler: an addition and a multiplication become one loop over memory.
+# A recording is made for given sub-layers and a given number of rows, tokens and slots. What
+# changes from round to round is its input: the states, the position, the masks. So per pass the
+# host launches one replay and a few copies. A graph still has as many kernels as before. So
+# `machine/blocks.py` first has them *fused* by a compiler: an addition and a multiplication become
+# one loop over memory.
 #
-# Both remedies, the call on a CPU and the graph on a GPU, are behind `generate.py --fast`. Here is the
-# table of tokens/s on a CPU from [BENCHMARKS.md](../lab/BENCHMARKS.md), which also names the machine:
+# Both remedies, the call on a CPU and the graph on a GPU, are behind `generate.py --fast`. Here is
+# the table of tokens/s on a CPU from [BENCHMARKS.md](../lab/BENCHMARKS.md), which also names the
+# machine:
 
 # %% jupyter={"source_hidden": true}
 from IPython.display import Markdown
@@ -311,12 +319,12 @@ Markdown(next(text for text in paragraphs if text.startswith("|") and "transform
 # %% [markdown]
 # ## A wrong program, and how it is caught
 #
-# Compilers have bugs. The one in torch 2.13 takes our attention for a pattern that it knows, and replaces
-# it by code that computes other numbers, without a warning (pytorch issues 195320 and 195383).
-# `machine/blocks.py` turns these patterns off, and `Recorded` still checks every recording against an
-# eager pass on its first real input. (So does `fast` on a CPU, once per model.) **The next cell
-# simulates** such a mistake: its program reads the mask's rows in the order (token, head), while the
-# scores have (head, token). We write a text without the check, then with it.
+# Compilers have bugs. The one in torch 2.13 takes our attention for a pattern that it knows, and
+# replaces it by code that computes other numbers, without a warning (pytorch issues 195320 and
+# 195383). `machine/blocks.py` turns these patterns off, and `Recorded` still checks every recording
+# against an eager pass on its first real input. (So does `fast` on a CPU, once per model.) **The
+# next cell simulates** such a mistake: its program reads the mask's rows in the order (token,
+# head), while the scores have (head, token). We write a text without the check, then with it.
 #
 # **Predict:** does the wrong program change a text of plain decoding? And one that was drafted?
 
@@ -365,16 +373,16 @@ assert texts["plain"] == texts["drafted, checked"] == right
 assert G == 1 or texts["drafted"] != right
 
 # %% [markdown]
-# For a single token both orders are the same, so plain decoding is right, and a test of it passes. A block
-# of several tokens is wrong, and what is written reads well, which makes the mistake dangerous. With the
-# check, a recording that is off is not used, and its pass stays eager.
+# For a single token both orders are the same, so plain decoding is right, and a test of it passes.
+# A block of several tokens is wrong, and what is written reads well, which makes the mistake
+# dangerous. With the check, a recording that is off is not used, and its pass stays eager.
 #
 # ## What four bits keep
 #
-# Where a pass waits for bytes, smaller weights help. NF4 (Dettmers et al. 2023) stores for each weight one
-# of 16 levels, relative to the largest weight of its group of 64. Weights are distributed much like a bell
-# curve, so the levels divide a bell curve into equal shares. (int4 has 16 equally spaced levels, and
-# groups of 32.)
+# Where a pass waits for bytes, smaller weights help. NF4 (Dettmers et al. 2023) stores for each
+# weight one of 16 levels, relative to the largest weight of its group of 64. Weights are
+# distributed much like a bell curve, so the levels divide a bell curve into equal shares. (int4 has
+# 16 equally spaced levels, and groups of 32.)
 
 # %% jupyter={"source_hidden": true}
 from machine.quant import BLOCK, KINDS, codebook, quantise, size
@@ -404,13 +412,13 @@ for kind, twin in twins.items():
     print(f"{kind}: {after:4.1f} MB of blocks instead of {before:.1f}; gate_up is off by {lost:.1%}")
 
 # %% [markdown]
-# That sounds like much. But in a sum over many weights the errors partly cancel, and what counts is what
-# the model *predicts*. So a quantised copy can draft for the model, without training. We measure how
-# often its greedy token is the model's own (alpha), on three stories, and what it reads (c), relative to a
-# pass in bfloat16.
+# That sounds like much. But in a sum over many weights the errors partly cancel, and what counts is
+# what the model *predicts*. So a quantised copy can draft for the model, without training. We
+# measure how often its greedy token is the model's own (alpha), on three stories, and what it reads
+# (c), relative to a pass in bfloat16.
 #
-# **Predict:** which drafts best for the fewest bytes: the first blocks as they are, all blocks in four
-# bits, or the first blocks in four bits?
+# **Predict:** which drafts best for the fewest bytes: the first blocks as they are, all blocks in
+# four bits, or the first blocks in four bits?
 
 # %%
 from search import Teacher
@@ -443,7 +451,8 @@ for kind, row in points.items():
     for E, (c_bytes, alpha) in zip(steps, row, strict=True):
         speeds[kind, E] = expected_speedup(alpha, best_gamma(alpha, c_bytes), c_bytes)
     E = max(steps, key=lambda E: speeds[kind, E])
-    (c_bytes, alpha), (c_all, alpha_all) = row[steps.index(E)], row[-1]
+    c_bytes, alpha = row[steps.index(E)]
+    c_all, alpha_all = row[-1]
     print(f"{kind:8} all blocks: alpha {alpha_all:.3f} at c {c_all:.2f}, speed {speeds[kind, L]:.2f}; "
           f"best: {E:2} blocks, alpha {alpha:.2f} at c {c_bytes:.2f}, speed {speeds[kind, E]:.2f}")
 if SHIPPED:
@@ -464,21 +473,22 @@ assert points["as it is"][-1][1] == 1 and points["int8"][-1][1] > 0.9
 figure
 
 # %% [markdown]
-# The first blocks, quantised, though not by much. At the same c, all blocks in four bits are right far
-# more often than an exit of the model as it is. But the first blocks are cheaper still, so the best gains
-# hardly differ. (The output head stays in 16 bits here. It is most of what the cheapest drafts read.) By
-# the *clock* such a draft gains only where a product reads the quantised weights directly. The loop does,
-# for int8 and int4. To save multiplications as well, a draft may also round x to int8: it only drafts, so
-# the text stays exact. For NF4 the whole matrix is rebuilt each time, which saves memory and no time.
+# The first blocks, quantised, though not by much. At the same c, all blocks in four bits are right
+# far more often than an exit of the model as it is. But the first blocks are cheaper still, so the
+# best gains hardly differ. (The output head stays in 16 bits here. It is most of what the cheapest
+# drafts read.) By the *clock* such a draft gains only where a product reads the quantised weights
+# directly. The loop does, for int8 and int4. To save multiplications as well, a draft may also
+# round x to int8: it only drafts, so the text stays exact. For NF4 the whole matrix is rebuilt each
+# time, which saves memory and no time.
 #
-# This model was trained for its exits. On one that was not, exits fail and all blocks in four bits gain:
-# [notebook 13](13_a_real_model.ipynb) shows both.
+# This model was trained for its exits. On one that was not, exits fail and all blocks in four bits
+# gain: [notebook 13](13_a_real_model.ipynb) shows both.
 #
 # ## Two processes, one text
 #
 # A model that is too large for one device can be split. Each process keeps some heads of every
-# attention and some columns of every MLP. Twice per block, an all-reduce adds up their results, so that
-# every process has the full state again. `torchrun` starts the processes.
+# attention and some columns of every MLP. Twice per block, an all-reduce adds up their results, so
+# that every process has the full state again. `torchrun` starts the processes.
 
 # %% jupyter={"source_hidden": true}
 import os
@@ -494,10 +504,10 @@ print(out.stdout[: out.stdout.find("\n", len(alone))] if out.returncode == 0 els
 assert " ".join(alone.split()) in " ".join(out.stdout.split()), "the text of one process"
 
 # %% [markdown]
-# The text is that of one process. These two share one memory, so nothing is gained; GPUs have their own.
-# On paper, for 70 billion parameters in bfloat16: each device reads its share of the weights, then all
-# wait for one another, 2 L + 2 times per token: twice per block, once for the output head, once to agree on
-# the token. We assume 10 or 50 microseconds each time.
+# The text is that of one process. These two share one memory, so nothing is gained; GPUs have their
+# own. On paper, for 70 billion parameters in bfloat16: each device reads its share of the weights,
+# then all wait for one another, 2 L + 2 times per token: twice per block, once for the output head,
+# once to agree on the token. We assume 10 or 50 microseconds each time.
 #
 # **Predict:** are eight devices eight times as fast?
 
@@ -534,8 +544,8 @@ print(f"{worlds[-1]} devices would be {eight:.2f} times as fast as one")
 #
 # <details><summary>Answer</summary>
 # About as many: a product of four rows is also one launch. A longer block also needs a mask, which
-# takes a few launches, and copies where tokens and heads change places. So verifying a draft is cheap
-# even where only launches count.
+# takes a few launches, and copies where tokens and heads change places. So verifying a draft is
+# cheap even where only launches count.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -548,8 +558,9 @@ print(f"{more[4]} for four tokens, {more[1]} for one")
 # bfloat16. Is the whole model 3.88 times smaller?
 #
 # <details><summary>Answer</summary>
-# No. Embeddings, output head and norms stay as they are, and in a small model with a large vocabulary
-# they are a large part. (The blocks alone come close. Here each matrix also stores a table of the levels.)
+# No. Embeddings, output head and norms stay as they are, and in a small model with a large
+# vocabulary they are a large part. (The blocks alone come close. Here each matrix also stores a
+# table of the levels.)
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -559,6 +570,7 @@ assert smaller < blocks <= 16 / 4.1
 print(f"the whole model is {smaller:.2f} times smaller, its blocks {blocks:.2f} times")
 
 # %% [markdown]
-# Next: [a real model](13_a_real_model.ipynb), which was not trained for drafting. Does it pay there?
+# Next: [a real model](13_a_real_model.ipynb), which was not trained for drafting. Does it pay
+# there?
 #
 # In the lab: [beyond](../lab/notebooks/beyond.ipynb), four ideas rebuilt small.

@@ -1,25 +1,26 @@
 # %% [markdown]
 # # 13. A real model
 #
-# The models of the other notebooks were made for this repository: small, and trained so that their first
-# blocks can draft. SmolLM2-135M-Instruct was not. It is a public chat model, a Llama of 30 blocks, small
-# enough for any laptop. `make smollm` puts it into `runs/smollm`.
+# The models of the other notebooks were made for this repository: small, and trained so that their
+# first blocks can draft. SmolLM2-135M-Instruct was not. It is a public chat model, a Llama of 30
+# blocks, small enough for any laptop. `make smollm` puts it into `runs/smollm`.
 #
-# We ask each way to draft the same question: *does alpha exceed c?* First some of the model's own layers,
-# then all of them in four bits, then copies of earlier text, then EAGLE, a head that was trained for six
-# minutes on a GPU.
+# We ask each way to draft the same question: *does alpha exceed c?* First some of the model's own
+# layers, then all of them in four bits, then copies of earlier text, then EAGLE, a head that was
+# trained for six minutes on a GPU.
 #
 # > **Measure alpha and c before you write any code. The formula tells you
 # > what will fail.**
 #
-# You need [6, layer skipping](06_layer_skipping.ipynb), [9, trained heads](09_trained_heads.ipynb), and of
-# [12](12_close_to_the_machine.ipynb) what four bits keep. About 45 minutes; all cells together run for
-# about two of them.
+# You need [6, layer skipping](06_layer_skipping.ipynb), [9, trained heads](09_trained_heads.ipynb),
+# and of [12](12_close_to_the_machine.ipynb) what four bits keep. About 45 minutes; all cells
+# together run for about two of them.
 
 # %%
 # %run start.py
 MODEL = ROOT / "runs" / "smollm"        # made by `make smollm`
-COUNT, NEW = 4, 40                      # prompts of each kind, tokens of each answer
+COUNT = 4                               # prompts of each kind
+NEW = 40                                # tokens of each answer
 
 # %%
 from control import best_gamma, expected_speedup, expected_tokens, weight_costs
@@ -29,7 +30,8 @@ from support.texts import read_prompts, read_texts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
-L, costs = model.c.n_layers, weight_costs(model.c)
+L = model.c.n_layers
+costs = weight_costs(model.c)
 
 
 def prompts_of(kind):
@@ -52,12 +54,12 @@ print(f"\n{len(answers)} answers, {sum(map(len, answers))} tokens, written side 
 # %% [markdown]
 # ## Leaving early
 #
-# An exit after block E drafts what the output head says there. One pass over an answer shows what *every*
-# exit would have drafted, and so how often each of them is right. *Alpha* is, as everywhere here, how
-# often the first token of a draft is accepted.
+# An exit after block E drafts what the output head says there. One pass over an answer shows what
+# *every* exit would have drafted, and so how often each of them is right. *Alpha* is, as everywhere
+# here, how often the first token of a draft is accepted.
 #
-# **Predict:** after how many of the 30 blocks does the head agree with the whole model on half of the
-# tokens?
+# **Predict:** after how many of the 30 blocks does the head agree with the whole model on half of
+# the tokens?
 
 # %%
 from layerskip import early_exit
@@ -77,7 +79,8 @@ def alpha_of(teachers, sublayers):
 
 def exits(model, teachers):
     """[(c, alpha, its standard error)] of all exits."""
-    costs, L = weight_costs(model.c), model.c.n_layers
+    costs = weight_costs(model.c)
+    L = model.c.n_layers
     return [(costs.step(early_exit(L, e)), *alpha_of(teachers, early_exit(L, e))) for e in range(1, L)]
 
 
@@ -87,9 +90,9 @@ first = next(e for e, (_, alpha, _) in enumerate(real, 1) if alpha >= 0.5)
 print(f"after {first} of {L} blocks; a token that they draft costs {real[first - 1][0]:.2f} passes")
 
 # %% [markdown]
-# A drafted token must gain more than it costs: alpha > c. Here are all exits of this model beside those
-# of `stories-llama`, which LayerSkip's recipe trained to be left early. The bands are two standard errors
-# wide on each side.
+# A drafted token must gain more than it costs: alpha > c. Here are all exits of this model beside
+# those of `stories-llama`, which LayerSkip's recipe trained to be left early. The bands are two
+# standard errors wide on each side.
 
 # %% tags=["gallery"] jupyter={"source_hidden": true}
 ours, words = checkpoint.load(ROOT / "weights" / "stories-llama", dtype=torch.float32)
@@ -112,22 +115,23 @@ assert all(alpha > c for c, alpha, _ in trained[: ours.c.n_layers // 2])
 figure
 
 # %% [markdown]
-# SmolLM2 lies below the line everywhere. In its first blocks it computes something that the output head
-# cannot read yet, and nothing in its training asked for states that it can read. LayerSkip's recipe shows
-# each exit the labels, so that the head can read what the blocks below it know.
+# SmolLM2 lies below the line everywhere. In its first blocks it computes something that the output
+# head cannot read yet, and nothing in its training asked for states that it can read. LayerSkip's
+# recipe shows each exit the labels, so that the head can read what the blocks below it know.
 #
-# Half an hour of that recipe on two processor cores taught exit 4 of SmolLM2 some of it, less than EAGLE
-# learns from as much text, and it changes the model. (The figures and the command are in
+# Half an hour of that recipe on two processor cores taught exit 4 of SmolLM2 some of it, less than
+# EAGLE learns from as much text, and it changes the model. (The figures and the command are in
 # [BENCHMARKS](../lab/BENCHMARKS.md#a-real-model).)
 #
 # ## Skipping layers
 #
-# Perhaps some sub-layer in the middle does little. We leave out each of the 60 alone. Two of the answers
-# are for choosing what to leave out, the others for scoring the choice (notebook 7).
+# Perhaps some sub-layer in the middle does little. We leave out each of the 60 alone. Two of the
+# answers are for choosing what to leave out, the others for scoring the choice (notebook 7).
 
 # %%
 every = [*range(2 * L)]
-choosing, scoring = teachers[:2], teachers[2:]
+choosing = teachers[:2]
+scoring = teachers[2:]
 alone = [alpha_of(choosing, every[:i] + every[i + 1 :])[0] for i in every]
 
 # %% jupyter={"source_hidden": true}
@@ -143,15 +147,18 @@ assert min(alone) == alone[1], "the first MLP is missed most"
 figure
 
 # %% [markdown]
-# The first MLP, by far. Most of the others can go alone, but none saves more than two per cent of a pass,
-# and the losses add up. So leave out the least important one, then the two least important, and so on.
+# The first MLP, by far. Most of the others can go alone, but none saves more than two per cent of a
+# pass, and the losses add up. So leave out the least important one, then the two least important,
+# and so on.
 
 # %%
 assert max(costs.sublayers) < 0.02 * costs.whole
-order, row = sorted(every, key=lambda i: -alone[i]), []
+order = sorted(every, key=lambda i: -alone[i])
+row = []
 for count in (1, 2, 4, 8, 12, 16, 24):
     left = sorted(set(every) - set(order[:count]))
-    (alpha, error), c = alpha_of(scoring, left), costs.step(left)
+    alpha, error = alpha_of(scoring, left)
+    c = costs.step(left)
     row.append(max(expected_speedup(alpha, gamma, c) for gamma in range(1, 17)))
     print(f"{count:2} of {2 * L} left out: alpha {alpha:.2f} ± {error:.2f}, c {c:.2f}, "
           f"at best {row[-1]:.2f} times plain decoding")
@@ -161,24 +168,25 @@ once, often, never = limit
 print(f"c 0.9 and always right: {once:.2f} with gamma 1, {often:.2f} with gamma 16, at most {never:.2f}")
 
 # %% [markdown]
-# None of these sets gains even two per cent. (The ± is the standard error of two answers, which is little
-# text: neighbouring lines of this list cannot be told apart.) A draft that costs c can bring at most 1/c,
-# with an endless draft that is always right. To gain, a skip set has to leave out *much* and stay right,
-# and here it does not.
+# None of these sets gains even two per cent. (The ± is the standard error of two answers, which is
+# little text: neighbouring lines of this list cannot be told apart.) A draft that costs c can bring
+# at most 1/c, with an endless draft that is always right. To gain, a skip set has to leave out
+# *much* and stay right, and here it does not.
 #
-# **Try it:** leave out whole blocks instead, the least important ones first: sort the blocks by the sum of
-# the two bars. Does any number of them gain?
+# **Try it:** leave out whole blocks instead, the least important ones first: sort the blocks by the
+# sum of the two bars. Does any number of them gain?
 #
 # <details><summary>Answer</summary>
-# No. With a few blocks left out, alpha is about c, and there is hardly anything to gain; with many it is
-# far below.
+# No. With a few blocks left out, alpha is about c, and there is hardly anything to gain; with many
+# it is far below.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 blocks = sorted(range(L), key=lambda b: -alone[2 * b] - alone[2 * b + 1])
 for count in (1, 2, 4, 8, 16):
     left = [i for i in every if i // 2 not in blocks[:count]]
-    (alpha, error), c = alpha_of(scoring, left), costs.step(left)
+    alpha, error = alpha_of(scoring, left)
+    c = costs.step(left)
     most = max(expected_speedup(alpha, gamma, c) for gamma in range(1, 17))
     print(f"{count:2} of {L} blocks left out: alpha {alpha:.2f} ± {error:.2f}, c {c:.2f}, at best {most:.2f}")
     assert most < 1.03
@@ -186,23 +194,24 @@ for count in (1, 2, 4, 8, 16):
 # %% [markdown]
 # ## The model itself, in four bits
 #
-# A skip set stays right only if it keeps nearly all. So keep *all* sub-layers, and store their weights in
-# fewer bits ([notebook 12](12_close_to_the_machine.ipynb)). Such a copy is so close to the model that it
-# needs no cache of its own: it reads the model's keys and values and writes rough ones for the tokens that
-# it drafts. The pass that verifies them overwrites these.
+# A skip set stays right only if it keeps nearly all. So keep *all* sub-layers, and store their
+# weights in fewer bits ([notebook 12](12_close_to_the_machine.ipynb)). Such a copy is so close to
+# the model that it needs no cache of its own: it reads the model's keys and values and writes rough
+# ones for the tokens that it drafts. The pass that verifies them overwrites these.
 #
-# Suppose the copy is always right. Then a round writes $\gamma + 1$ tokens for $\gamma c + 1$ passes:
+# Suppose the copy is always right. Then a round writes $\gamma + 1$ tokens for $\gamma c + 1$
+# passes:
 #
 # $$\text{speed-up} \le \frac{\gamma + 1}{\gamma c + 1}
 # = \frac{1}{c + \frac{1 - c}{\gamma + 1}} < \frac{1}{c}$$
 #
-# A longer draft only makes the fraction in the denominator smaller: the c stays. And 1/c is the speed of
-# the copy writing alone. (It would write *its own* text, though. Drafting keeps the model's.) Where a pass
-# waits for bytes, c is a ratio of bytes. In int4 a weight takes 5 bits: 4, and its part of the two numbers
-# that its group of 32 shares.
+# A longer draft only makes the fraction in the denominator smaller: the c stays. And 1/c is the
+# speed of the copy writing alone. (It would write *its own* text, though. Drafting keeps the
+# model's.) Where a pass waits for bytes, c is a ratio of bytes. In int4 a weight takes 5 bits: 4,
+# and its part of the two numbers that its group of 32 shares.
 #
-# **Predict:** what is c in int4, and in int8, if the model is in bfloat16? How much can each gain at most
-# with 1, 3 and 8 tokens per draft?
+# **Predict:** what is c in int4, and in int8, if the model is in bfloat16? How much can each gain
+# at most with 1, 3 and 8 tokens per draft?
 
 # %%
 from layerskip import SelfDraft
@@ -221,8 +230,8 @@ assert 0.3 < by_bytes["int4"] < 0.34, "about a third of a pass"
 # %% [markdown]
 # Now let both copies draft the answers to three of our questions.
 #
-# **Predict:** alpha will not be quite 1. Which copy gains more: the one that is more often right, or the
-# one that reads less? And which of the drafts of 1, 3 and 8 tokens is best for it?
+# **Predict:** alpha will not be quite 1. Which copy gains more: the one that is more often right,
+# or the one that reads less? And which of the drafts of 1, 3 and 8 tokens is best for it?
 
 # %%
 import time
@@ -251,9 +260,9 @@ for kind, gamma in [*drafters][1:]:
 assert max(gains, key=gains.get)[0] == "int4"
 
 # %% [markdown]
-# By the clock a step of the copy costs more than its bytes: attention works with the same keys as before,
-# and each operation is launched as before. A block of tokens also costs more than one token. We measure
-# both, put them into the formula, and compare with the clock of the runs above.
+# By the clock a step of the copy costs more than its bytes: attention works with the same keys as
+# before, and each operation is launched as before. A block of tokens also costs more than one
+# token. We measure both, put them into the formula, and compare with the clock of the runs above.
 
 # %% jupyter={"source_hidden": true}
 from functools import partial
@@ -307,24 +316,25 @@ sides[0].set_ylabel("times plain decoding")
 figure
 
 # %% [markdown]
-# By bytes the copy in four bits gains more, although it errs more often: alpha is high either way, so c
-# decides. Its curve is flat from three to five tokens, and then it falls: the verifying pass is already
-# shared by many, and longer drafts are seldom accepted whole. `--draft int4` drafts three.
+# By bytes the copy in four bits gains more, although it errs more often: alpha is high either way,
+# so c decides. Its curve is flat from three to five tokens, and then it falls: the verifying pass
+# is already shared by many, and longer drafts are seldom accepted whole. `--draft int4` drafts
+# three.
 #
 # By the clock both gain less, and the formula predicts it, given what steps and blocks cost here.
 #
-# This *flatters* int4: the weights in our file had been through four bits once, and a second rounding to
-# a similar grid loses less. And in seconds int4 gains only where a product reads the quantised weights
-# directly, as the loop of [notebook 12](12_close_to_the_machine.ipynb) does on a CPU.
-# [BENCHMARKS](../lab/BENCHMARKS.md#the-model-itself-in-few-bits) has all five kinds of text, in fast
-# passes.
+# This *flatters* int4: the weights in our file had been through four bits once, and a second
+# rounding to a similar grid loses less. And in seconds int4 gains only where a product reads the
+# quantised weights directly, as the loop of [notebook 12](12_close_to_the_machine.ipynb) does on a
+# CPU. [BENCHMARKS](../lab/BENCHMARKS.md#the-quantised-model-as-its-own-draft) has all five kinds of
+# text, in fast passes.
 #
-# **Try it:** draft with the first half of the blocks in int4: `SelfDraft(twins["int4"], every[:L], 1)`.
-# What falls more, c or alpha?
+# **Try it:** draft with the first half of the blocks in int4:
+# `SelfDraft(twins["int4"], every[:L], 1)`. What falls more, c or alpha?
 #
 # <details><summary>Answer</summary>
-# Alpha. Half of the blocks cost a bit over half. But the output head cannot read what they leave, and that
-# has nothing to do with the bits.
+# Alpha. Half of the blocks cost a bit over half. But the output head cannot read what they leave,
+# and that has nothing to do with the bits.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -340,12 +350,12 @@ print(f"c {c:.2f} instead of {by_bytes['int4']:.2f}, alpha {found.alpha:.2f} ins
 # %% [markdown]
 # ## Copying
 #
-# *Suffix decoding* ([notebook 4](04_speculative_decoding.ipynb)) trains nothing and runs nothing: it
-# looks for the last tokens earlier in the text, prompt included, and copies what followed there. Its c
-# is 0. So any alpha pays, if a pass over several tokens costs no more than a pass over one.
+# *Suffix decoding* ([notebook 4](04_speculative_decoding.ipynb)) trains nothing and runs nothing:
+# it looks for the last tokens earlier in the text, prompt included, and copies what followed there.
+# Its c is 0. So any alpha pays, if a pass over several tokens costs no more than a pass over one.
 #
-# **Predict:** on which of five kinds of text will it bring most: chat, summaries of a text in the prompt,
-# small edits of code in the prompt, maths, translation?
+# **Predict:** on which of five kinds of text will it bring most: chat, summaries of a text in the
+# prompt, small edits of code in the prompt, maths, translation?
 
 # %%
 from methods.suffix import Suffix
@@ -357,7 +367,8 @@ questions = {kind: prompts_of(kind) for kind in KINDS}
 def measure(drafter):
     """{kind: (alpha, its standard error, tau)}, and for each place in a draft [tested, accepted]. The
     prompts of a kind are one batch: acceptance does not depend on it, and it takes less time."""
-    found, places = {}, {}
+    found = {}
+    places = {}
     for kind in KINDS:
         total = Counts()
         tested = torch.zeros(len(questions[kind]))              # per prompt: drafts that were tested
@@ -383,23 +394,24 @@ assert by_tau[0] == "chat" and by_tau[-2:] == ["translation", "code_edits"]
 # %% [markdown]
 # The ± is the standard error over the prompts: four of each kind are few.
 #
-# Copying gains where the answer repeats the prompt, most on edits of code, and little on chat. Translation
-# comes second with these four prompts, but its error is large. Copying drafts only where it finds a copy,
-# so the formula cannot compute tau from this alpha.
+# Copying gains where the answer repeats the prompt, most on edits of code, and little on chat.
+# Translation comes second with these four prompts, but its error is large. Copying drafts only
+# where it finds a copy, so the formula cannot compute tau from this alpha.
 #
 # ## What a head costs
 #
-# On chat the copy in four bits gains, but each of its tokens costs a third of a pass. A draft that is far
-# cheaper has to learn what the model says. EAGLE's head is one block. Ours reads the next token and a mix
-# of three states of the target, after 7, 15 and all 30 blocks. (The mix is EAGLE-3's, arXiv 2503.01840; the
-# first EAGLE, arXiv 2401.15077, reads the last state alone, as in notebook 9.) It has few weights of its
-# own. But then comes the output head.
+# On chat the copy in four bits gains, but each of its tokens costs a third of a pass. A draft that
+# is far cheaper has to learn what the model says. EAGLE's head is one block. Ours reads the next
+# token and a mix of three states of the target, after 7, 15 and all 30 blocks. (The mix is
+# EAGLE-3's, arXiv 2503.01840; the first EAGLE, arXiv 2401.15077, reads the last state alone, as in
+# notebook 9.) It has few weights of its own. But then comes the output head.
 
 # %%
 from methods import heads
 
 eagle = heads.load(MODEL / "heads" / "eagle", model)
-head_share, vocab = costs.head / costs.whole, set(eagle.own.ids.tolist())
+head_share = costs.head / costs.whole
+vocab = set(eagle.own.ids.tolist())
 print(f"of a pass, the blocks are {1 - head_share:.0%}, the output head {head_share:.0%}: "
       f"as much as {costs.head / sum(costs.sublayers[:2]):.0f} blocks; "
       f"EAGLE's own weights would be {eagle.price.weights / costs.whole:.0%}")
@@ -408,14 +420,15 @@ print(f"c with the whole output head {head_share + eagle.price.weights / costs.w
 assert [1 + tap // 2 for tap in eagle.taps] == [7, 15, 30]
 
 # %% [markdown]
-# So the head drafts only tokens that occur often: a *short head* (FR-Spec, arXiv 2502.14856). The text
-# stays exact, since a token with q = 0 is never drafted, and the target still knows all of them.
+# So the head drafts only tokens that occur often: a *short head* (FR-Spec, arXiv 2502.14856). The
+# text stays exact, since a token with q = 0 is never drafted, and the target still knows all of
+# them.
 #
 # ## What the head has learnt
 #
 # It learnt from answers of the model itself, none of them to the prompts used here ([its
-# card](../weights/smollm/heads/eagle/README.md)). Below, blue is drafted and accepted, orange corrects a
-# rejected draft, and green is the token after a draft that was accepted whole.
+# card](../weights/smollm/heads/eagle/README.md)). Below, blue is drafted and accepted, orange
+# corrects a rejected draft, and green is the token after a draft that was accepted whole.
 
 # %%
 from IPython.display import HTML, display
@@ -425,8 +438,8 @@ display(HTML(plots.text_html(seen)))
 assert [t.id for t in seen.rows[0]] == answers[0], "the text of plain decoding"
 
 # %% [markdown]
-# The text is that of plain decoding, token for token. **Look** at the orange tokens: would you have found
-# them hard to guess as well?
+# The text is that of plain decoding, token for token. **Look** at the orange tokens: would you have
+# found them hard to guess as well?
 #
 # **Predict:** on which kind will this head be right most often, on which least? (Its short head was
 # chosen from English answers.)
@@ -458,14 +471,16 @@ assert all(alpha - 2 * error > c for alpha, error, _ in drafted.values())
 figure
 
 # %% [markdown]
-# Alpha is far above c everywhere. The order is not certain: bars that overlap could change places with
-# other prompts.
+# Alpha is far above c everywhere. The order is not certain: bars that overlap could change places
+# with other prompts.
 #
 # ## A smaller sibling
 #
-# The classic draft is a smaller model of the same family. It brings its own weights and its own cache.
-# SmolLM2-135M is the smallest of its family, so here a larger pair was measured. These weights are too
-# large for this page: the table was stored when the command below it ran.
+# The classic draft is a smaller model of the same family. It brings its own weights and its own
+# cache. SmolLM2-135M is the smallest of its family, so here a larger pair was measured. These
+# weights are too large for this page: the table was stored when the command below it ran. The last
+# three columns are times plain decoding: with the small model, with its copy in int4, and with
+# `auto`, which chooses.
 #
 # **Predict:** the draft has a third of the target's weights. How often must it be right to pay?
 
@@ -478,26 +493,34 @@ PAIR = ROOT / "notebooks" / "pair.json"
 
 
 def pair_table(pair):
-    """The stored measurement as a table. Its rows: {kind: {a column's name: a number}}."""
-    columns = list(next(iter(pair["rows"].values())))
-    lines = [f"| {pair['draft']} drafts for {pair['target']} | {' | '.join(columns)} |",
-             "|---" * (1 + len(columns)) + "|"]
-    for kind, row in pair["rows"].items():
-        lines.append(f"| {kind} | {' | '.join(f'{row[name]:.2f}' for name in columns)} |")
-    return "\n".join([*lines, "", f"`{pair['command']}`, {pair['date']}, {pair['machine']}"])
+    """What `lab.bench real` stored, as a table: a smaller model drafts three tokens, greedily."""
+    titles = "alpha", "c by bytes", "c", "tokens per pass", "by the formula", "measured", "in int4", "auto"
+    lines = [f"| | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|"]
+    for title, ways in pair["results"].items():
+        kind, temperature = title.split(", T ")
+        if temperature == "0":
+            r = ways["small model, gamma 3"]
+            others = [ways[name]["ratio"] for name in ("small model in int4, gamma 3", "auto")]
+            row = r["tested"], r["bytes"], r["c"], r["tau"], r["predicted"], r["ratio"], *others
+            lines.append(f"| {kind} | {' | '.join(f'{figure:.2f}' for figure in row)} |")
+    flags = pair["flags"]
+    command = f"python -m lab.bench real --model {flags['model']} --draft-model {flags['draft_model']}"
+    command += " --fast" * flags["fast"]
+    return "\n".join([*lines, "", f"`{command}`, {pair['machine']}, {flags['dtype']}, {pair['date']}"])
 
 
 stored = json.loads(PAIR.read_text(encoding="utf-8")) if PAIR.is_file() else None
-Markdown(pair_table(stored) if stored else "*No pair has been measured yet.*")
+none = "*No pair has been measured yet: see `lab.bench real --draft-model`.*"
+Markdown(pair_table(stored) if stored else none)
 
 # %% [markdown]
-# More often than it costs, as always: alpha > c. But c is measured in seconds here, and can be larger
-# than the ratio of the weights.
+# More often than it costs, as always: alpha > c. But c is measured in seconds here, and can be
+# larger than the ratio of the weights.
 #
 # ## When to turn it off
 #
-# By weights a pass over several tokens costs what a pass over one does. By the clock it costs more, and
-# on many processors much more.
+# By weights a pass over several tokens costs what a pass over one does. By the clock it costs more,
+# and on many processors much more.
 #
 # **Predict:** if a block of tokens costs twice a single one, which drafts of EAGLE still pay?
 
@@ -514,10 +537,10 @@ for block in (1.0, 1.2, 1.6, 2.0):
 assert GAMMA != 2 or [kind for kind, gamma in best.items() if gamma] == ["code_edits"]
 
 # %% [markdown]
-# At twice the cost hardly any: only code edits, by little, and there the formula is optimistic (question
-# 4). Where nothing brings more than 1.00, `best_gamma` returns 0: draft nothing. `generate.py --draft
-# auto` decides this while it writes. It weighs copies, this head and the model in four bits before every
-# draft, and stops where nothing pays ([notebook 11](11_pace.ipynb)).
+# At twice the cost hardly any: only code edits, by little, and there the formula is optimistic
+# (question 4). Where nothing brings more than 1.00, `best_gamma` returns 0: draft nothing.
+# `generate.py --draft auto` decides this while it writes. It weighs copies, this head and the model
+# in four bits before every draft, and stops where nothing pays ([notebook 11](11_pace.ipynb)).
 # [BENCHMARKS](../lab/BENCHMARKS.md#a-real-model) has what all this brings by the clock.
 #
 # ## Questions
@@ -527,8 +550,8 @@ assert GAMMA != 2 or [kind for kind, gamma in best.items() if gamma] == ["code_e
 # **1.** Would an exit of SmolLM2 gain if the output head cost a drafted token nothing?
 #
 # <details><summary>Answer</summary>
-# Hardly. An exit after one block would cost 0.03 passes, and its alpha is hardly higher than that. No exit
-# would gain more than a few per cent.
+# Hardly. An exit after one block would cost 0.03 passes, and its alpha is hardly higher than that.
+# No exit would gain more than a few per cent.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -539,11 +562,12 @@ print("exit 1: c {:.3f}, alpha {:.3f} ± {:.3f},".format(*free[0]), f"speed {gai
 print(f"the best, exit {1 + gains.index(max(gains))}: speed {max(gains):.3f}")
 
 # %% [markdown]
-# **2.** A block of tokens costs 1.2 single ones. How high must the alpha of copies be, if one token is
-# copied per round?
+# **2.** A block of tokens costs 1.2 single ones. How high must the alpha of copies be, if one token
+# is copied per round?
 #
 # <details><summary>Answer</summary>
-# Above 0.2: the round writes 1 + alpha tokens for 1.2 passes. Copies are free, their verification is not.
+# Above 0.2: the round writes 1 + alpha tokens for 1.2 passes. Copies are free, their verification
+# is not.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -554,8 +578,8 @@ print({alpha: round(expected_speedup(alpha, 1, 0.0, 1.2), 3) for alpha in (0.19,
 # **3.** The short head knows a twelfth of the vocabulary. Which tokens can the text not contain?
 #
 # <details><summary>Answer</summary>
-# It can contain all of them: the target writes the others itself, as a correction or after a draft that was
-# accepted whole.
+# It can contain all of them: the target writes the others itself, as a correction or after a draft
+# that was accepted whole.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -564,12 +588,13 @@ assert rare and all(t.origin != "accepted" for t in rare) and 11 < model.c.vocab
 print(len(rare), "of", len(seen.rows[0]), "tokens were never drafted:", [t.text for t in rare])
 
 # %% [markdown]
-# **4.** The formula takes acceptances to be independent, with one alpha. Is what it says of tau right?
+# **4.** The formula takes acceptances to be independent, with one alpha. Is what it says of tau
+# right?
 #
 # <details><summary>Answer</summary>
 # Nearly, at gamma 2. Two errors work against each other. EAGLE's second token reads its own output
-# instead of the target's states, and is right less often. But acceptances come in groups: where a text is
-# easy, the next token is often easy as well.
+# instead of the target's states, and is right less often. But acceptances come in groups: where a
+# text is easy, the next token is often easy as well.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -579,12 +604,12 @@ for kind, (alpha, _, tau) in drafted.items():
     assert GAMMA > 2 or abs(promised - tau) < 0.3
 
 # %% [markdown]
-# **5.** Suppose the model itself is served in int4. What does a draft by its copy in int4 gain? And how
-# often must a copy in two bits be right, if it reads half as much?
+# **5.** Suppose the model itself is served in int4. What does a draft by its copy in int4 gain? And
+# how often must a copy in two bits be right, if it reads half as much?
 #
 # <details><summary>Answer</summary>
-# Nothing: c is 1. At half the bytes c is 0.5, so a gain needs an alpha above 0.5, and even a copy that is
-# always right gains no more than 1.6 with three tokens.
+# Nothing: c is 1. At half the bytes c is 0.5, so a gain needs an alpha above 0.5, and even a copy
+# that is always right gains no more than 1.6 with three tokens.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}

@@ -1,5 +1,5 @@
-"""Runs the notebooks: each NN_name.py becomes NN_name.ipynb with all of its outputs, and the picture of the
-cell that is tagged "gallery" becomes NN_name.png.
+"""Runs the notebooks: each NN_name.py becomes NN_name.ipynb with all of its outputs, and the picture
+of the cell that is tagged "gallery" becomes NN_name.png.
 
     python notebooks/execute.py [01 04 ...]
 
@@ -22,35 +22,38 @@ LIMIT = 600  # seconds for a cell, on a machine that is busy
 
 
 def sources(*names):
-    """The notebooks, here and in the lab, whose names begin with one of `names`; all if there is none."""
+    """The notebooks, here and in the lab, whose names begin with one of `names`; without names, all."""
     files = [*HERE.glob("[0-9][0-9]_*.py"), HERE.parent / "lab/notebooks/beyond.py"]
     return [p for p in sorted(files) if p.name.startswith(names or "")]
 
 
 def smaller(png):
-    """A picture in base64, with at most 128 colours: enough for a chart, and a quarter of the bytes."""
-    image, out = Image.open(io.BytesIO(base64.b64decode(png))), io.BytesIO()
+    """A picture in base64 with at most 128 colours: enough for a chart, in a quarter of the bytes."""
+    image = Image.open(io.BytesIO(base64.b64decode(png)))
+    out = io.BytesIO()
     image = image.convert("RGB").quantize(128, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     image.save(out, "PNG", optimize=True)
     return base64.b64encode(out.getvalue()).decode()
 
 
 def read(path):
-    """The notebook of a source file. Its first cell of code finds the repository, wherever it is opened."""
+    """The notebook of a source file. Its first cell of code finds the repository."""
     notebook = jupytext.read(path)
     first = next(cell for cell in notebook.cells if cell.cell_type == "code")
     first.source = first.source.removeprefix("%run start.py\n")
     folded = {"jupyter": {"source_hidden": True}}
-    find = nbformat.v4.new_code_cell((HERE / "find.py").read_text(encoding="utf-8").strip(), metadata=folded)
+    source = (HERE / "find.py").read_text(encoding="utf-8").strip()
+    find = nbformat.v4.new_code_cell(source, metadata=folded)
     notebook.cells.insert(notebook.cells.index(first), find)
     return notebook
 
 
 def execute(path, where):
-    """The notebook of a source file, run from the folder `where`. Raises nbclient's CellExecutionError where
-    a cell fails."""
+    """The notebook of a source file, run from the folder `where`. Raises nbclient's
+    CellExecutionError where a cell fails."""
     notebook = read(path)
-    notebook.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook.metadata["kernelspec"] = kernel
     for number, cell in enumerate(notebook.cells, 1):
         cell.id = f"cell-{number}"  # trap: random ids would change in every run
     NotebookClient(notebook, timeout=LIMIT, kernel_name="python3", record_timing=False,
@@ -63,8 +66,9 @@ def execute(path, where):
 
 
 def minutes(notebook):
-    """How long a reader needs, who reads what is not folded, predicts, tries and answers: 200 words and 10
-    lines of code a minute, half a minute for a picture, 1.5 for a prediction or a trial, 1 for a question."""
+    """How long a student needs who reads what is not folded, predicts, tries and answers: 200 words
+    and 10 lines of code per minute, half a minute for a picture, 1.5 for a prediction or a trial,
+    and 1 for a question."""
     words = " ".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     pictures = sum("image/png" in o.get("data", {}) for cell in code for o in cell.outputs)

@@ -1,13 +1,14 @@
-"""Every outcome of a program that draws from a `Coins`: one run for each path through its decisions."""
+"""Every outcome of a program that draws from `Coins`: one run per path through its decisions."""
 from sampling import Coins
 
 
 class Scripted(Coins):
-    """Follows the given decisions, then takes the first option each time. `steps` records each decision: the
-    options, their probabilities, and the number of the one taken."""
+    """Follows the given decisions, then takes the first option each time. `steps` records each
+    decision: the options, their probabilities, and the number of the one taken."""
 
     def __init__(self, decisions):
-        self.decisions, self.steps = list(decisions), []
+        self.decisions = list(decisions)
+        self.steps = []
 
     def decide(self, options, chances):
         k = len(self.steps)
@@ -18,11 +19,13 @@ class Scripted(Coins):
     def choose(self, weights):                                  # (..., V): there is one row here
         w = weights.flatten().double() / weights.double().sum()
         tokens = w.nonzero()[:, 0].tolist()
-        return weights.new_tensor(self.decide(tokens, w[tokens].tolist())).long().view(weights.shape[:-1])
+        token = self.decide(tokens, w[tokens].tolist())
+        return weights.new_tensor(token).long().view(weights.shape[:-1])
 
     def flip(self, prob):
         def one(chance):
-            options = [(answer, p) for answer, p in (("accepted", chance), ("rejected", 1 - chance)) if p > 0]
+            both = ("accepted", chance), ("rejected", 1 - chance)
+            options = [(answer, p) for answer, p in both if p > 0]
             return self.decide(*zip(*options, strict=True)) == "accepted"
         answers = [one(min(1.0, chance)) for chance in prob.flatten().tolist()]
         return prob.new_tensor(answers).bool().view(prob.shape)
@@ -30,7 +33,8 @@ class Scripted(Coins):
 
 def every_path(run):
     """[(steps, outcome)] of all paths that run(coins) can take."""
-    paths, decisions = [], []
+    paths = []
+    decisions = []
     while decisions is not None:
         coins = Scripted(decisions)
         outcome = run(coins)

@@ -14,12 +14,14 @@ from support.stats import Timed
 
 # hues that the colour-blind tell from one another (Okabe & Ito 2008)
 HUES = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#808080"
-MORE = "#f0e442", "#8c564b", "#b0b000", "#6a3d9a", "#17becf"     # where there are more things to tell apart
+# where there are more things to tell apart
+MORE = "#f0e442", "#8c564b", "#b0b000", "#6a3d9a", "#17becf"
 
 
 def axes(rows, columns, width=5.0, height=3.6):
     """A figure and its axes, without frames."""
-    figure = Figure(figsize=(width * columns, height * rows), facecolor="white", layout="constrained")
+    size = (width * columns, height * rows)
+    figure = Figure(figsize=size, facecolor="white", layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     for side in grid.flat:
         side.spines[["top", "right"]].set_visible(False)
@@ -27,7 +29,7 @@ def axes(rows, columns, width=5.0, height=3.6):
 
 
 def curves(side, x, lines, **labels):
-    """Lines {name: y} over x, each with a hue and a mark of its own. labels: what `side.set` takes."""
+    """Lines {name: y} over x, each with its own hue and mark. labels: what `side.set` takes."""
     for (name, y), hue, mark in zip(lines.items(), HUES, "os^vD", strict=False):
         side.plot(x, y, color=hue, marker=mark, ms=4, label=name)
     side.set(**labels)
@@ -42,16 +44,16 @@ def bars(side, names, values, hue=HUES[0], shift=0.0, width=0.8, **rest):
 
 
 def word(tokenizer, token):
-    """A token's text as a label: without spaces, and with a sign where there would be nothing to see."""
+    """A token's text as a label: without spaces, and with a sign where nothing would be seen."""
     return tokenizer.decode([token]).translate(SIGNS).strip() or "\u2423"
 
 
 def draw_updates(lengths, updates):
-    """Notebook 1. lengths (2L + 1): of the stream after each sub-layer; updates (2L): relative to the stream
-    they are added to."""
+    """Notebook 1. lengths (2L + 1): of the stream after each sub-layer. updates (2L): their lengths
+    relative to the stream that they are added to."""
     figure, ((left, right),) = axes(1, 2)
-    curves(left, range(len(lengths)), {"x": lengths}, xlabel="sub-layers applied", ylabel="mean length of x",
-           ylim=(0, None))
+    curves(left, range(len(lengths)), {"x": lengths}, xlabel="sub-layers applied",
+           ylabel="mean length of x", ylim=(0, None))
     for kind, name in enumerate(("attention", "MLP")):
         right.bar(range(kind, len(updates), 2), updates[kind::2], color=HUES[kind], label=name)
     right.axhline(1, color=HUES[-1], ls=":", lw=1)
@@ -64,36 +66,40 @@ def draw_rotation(freqs, count=64):
     """Notebook 1. freqs (D/2): the angle per position of each pair."""
     at = torch.arange(count)
     figure, ((left, right),) = axes(1, 2)
-    image = left.imshow((at[None] * freqs[:, None]).cos(), aspect="auto", cmap="RdBu", vmin=-1, vmax=1)
+    cosines = (at[None] * freqs[:, None]).cos()
+    image = left.imshow(cosines, aspect="auto", cmap="RdBu", vmin=-1, vmax=1)
     left.set(xlabel="position m", ylabel="pair i", title="cosine of the angle of each pair")
     figure.colorbar(image, ax=left)
     for hand, pair in enumerate([0, len(freqs) // 4, len(freqs) // 2]):
-        angle, radius = at * freqs[pair], 1 - 0.2 * hand
-        right.plot(radius * angle.cos(), radius * angle.sin(), color=HUES[hand], marker="os^"[hand], ms=3,
-                   lw=0, label=f"pair {pair}")
-    right.set(aspect="equal", title=f"three hands at positions 0 to {count - 1}", xticks=[], yticks=[],
-              frame_on=False)
+        angle = at * freqs[pair]
+        radius = 1 - 0.2 * hand
+        right.plot(radius * angle.cos(), radius * angle.sin(), color=HUES[hand],
+                   marker="os^"[hand], ms=3, lw=0, label=f"pair {pair}")
+    right.set(aspect="equal", title=f"three hands at positions 0 to {count - 1}", xticks=[],
+              yticks=[], frame_on=False)
     right.legend(frameon=False, loc="center")
     return figure
 
 
 def draw_maps(maps, names, circles):
-    """Notebook 1. maps {title: (T, T)}; names: of the T tokens; circles (T, T): marked on the last."""
+    """Notebook 1. maps {title: (T, T)}; names: of the T tokens; circles (T, T): marked on the
+    last map."""
     figure, (sides,) = axes(1, len(maps), width=3.5, height=4.2)
     for side, (title, weights) in zip(sides, maps.items(), strict=True):
         side.imshow(weights, cmap="Blues", vmin=0, vmax=1)
         side.set_title(title, fontsize=11)
         side.set_xticks(range(len(names)), names, rotation=90, fontsize=9)
         side.set_yticks(range(len(names)), names if side is sides[0] else [], fontsize=9)
-    sides[-1].scatter(*circles.nonzero().T.flip(0), s=26, facecolors="none", edgecolors=HUES[1], lw=1)
+    marked = circles.nonzero().T.flip(0)
+    sides[-1].scatter(*marked, s=26, facecolors="none", edgecolors=HUES[1], lw=1)
     sides[0].set_ylabel("this token looks ...")
     figure.supxlabel("... at this one", fontsize=10)
     return figure
 
 
 def draw_lens(said, sure, depths, after, tokenizer):
-    """Notebook 1. said, sure (depths, T): the most likely token at each depth, and its probability; after:
-    the names of the T tokens read. Bold: the same token as at the last depth."""
+    """Notebook 1. said, sure (depths, T): the most likely token at each depth, and its probability.
+    after: the names of the T tokens read. Bold: the same token as at the last depth."""
     figure, ((side,),) = axes(1, 1, width=10, height=0.8 + 0.32 * len(said))
     side.imshow(sure, origin="lower", aspect="auto", cmap="Blues", vmin=0, vmax=2)
     for y, row in enumerate(said.tolist()):
@@ -128,14 +134,15 @@ FILL = {"known": ("#0072b240", None), "new": ("#009e7360", None), "dead": ("#808
 
 
 def draw_slots(rows, size=12):
-    """Notebook 2. rows: (label, [(text, kind), ...]) from top to bottom; a kind is a key of FILL."""
+    """Notebook 2. rows: (label, [(text, kind), ...]), from the top; a kind is a key of FILL."""
     figure, ((side,),) = axes(1, 1, width=10, height=0.62 * len(rows) + 0.3)
     for y, (label, slots) in enumerate(rows):
         for x, (text, kind) in enumerate(slots + [("", "empty")] * (size - len(slots))):
             fill, hatch = FILL[kind]
             side.add_patch(Rectangle((x, y), 0.94, 0.8, fc=fill, ec="#808080", hatch=hatch, lw=0.8))
-            side.text(x + 0.47, y + 0.4, text.strip(), ha="center", va="center", fontsize=9, parse_math=False,
-                      bbox=dict(fc="white", ec="none", alpha=0.8, pad=1) if hatch else None)
+            box = dict(fc="white", ec="none", alpha=0.8, pad=1) if hatch else None
+            side.text(x + 0.47, y + 0.4, text.strip(), ha="center", va="center", fontsize=9,
+                      parse_math=False, bbox=box)
         side.text(-0.2, y + 0.4, label, ha="right", va="center", fontsize=10)
     side.set(xlim=(0, size), ylim=(len(rows), -0.1), xticks=[], yticks=[])
     side.spines[:].set_visible(False)
@@ -149,7 +156,8 @@ def draw_masks(cases):
         slots = mask.shape[2]
         side.imshow(mask[0], cmap="Greys", vmin=0, vmax=1.3)
         side.set_xticks([x - 0.5 for x in range(slots + 1)], [""] * (slots + 1))
-        side.set_yticks(range(mask.shape[1]), [f"token {i}" for i in range(mask.shape[1])], fontsize=9)
+        tokens = range(mask.shape[1])
+        side.set_yticks(tokens, [f"token {i}" for i in tokens], fontsize=9)
         side.grid(axis="x", color="#c0c0c0", lw=0.5)
         side.set_title(name, fontsize=11)
         side.set_xlabel(f"slots 0 to {slots - 1}", fontsize=10)
@@ -173,8 +181,8 @@ def draw_line(names, pieces, marks):
 
 
 def draw_outcomes(paths, name):
-    """Notebook 4. The tree of outcomes: paths as in `outcomes.every_path`, each with a text (a tuple of
-    tokens) at its end; name(token). Equal texts have the same hue."""
+    """Notebook 4. The tree of outcomes: paths as in `outcomes.every_path`, each with a text (a
+    tuple of tokens) at its end; name(token). Equal texts have the same hue."""
     figure, ((side,),) = axes(1, 1, width=10, height=0.55 * len(paths) + 0.9)
     ends = list(dict.fromkeys(text for _, text in paths))
     depth = max(len(steps) for steps, _ in paths)
@@ -184,32 +192,37 @@ def draw_outcomes(paths, name):
             nodes.setdefault(tuple(taken for *_, taken in steps[:k]), []).append(y)
     middle = {node: (ys[0] + ys[-1]) / 2 for node, ys in nodes.items()}
     for y, (steps, text) in enumerate(paths):
-        hue, product = HUES[ends.index(text) % len(HUES)], 1.0
+        hue = HUES[ends.index(text) % len(HUES)]
+        product = 1.0
         for k, (options, chances, taken) in enumerate(steps):
             start, end = (tuple(t for *_, t in steps[:n]) for n in (k, k + 1))
             product *= chances[taken]
-            side.plot([k, k + 0.25, k + 1], [middle[start], middle[end], middle[end]], color="#808080", lw=1)
+            heights = [middle[start], middle[end], middle[end]]
+            side.plot([k, k + 0.25, k + 1], heights, color="#808080", lw=1)
             label = options[taken] if isinstance(options[taken], str) else name(options[taken])
             if nodes[end][0] == y:                              # once for each branch
-                side.text(k + 0.3, middle[end] - 0.08, f"{label}  {chances[taken]:.2f}", fontsize=10,
-                          color=HUES[1] if label == "rejected" else "black", va="bottom")
+                ink = HUES[1] if label == "rejected" else "black"
+                side.text(k + 0.3, middle[end] - 0.08, f"{label}  {chances[taken]:.2f}",
+                          fontsize=10, color=ink, va="bottom")
         side.plot([len(steps), depth], [y, y], color="#808080", lw=1, ls=":")
-        side.text(depth + 0.05, y, f"{' '.join(map(name, text))}  {product:.3f}", fontsize=10, va="center",
-                  bbox=dict(boxstyle="round", fc=hue + "2b", ec=hue))
-    for k, title in enumerate(("draft a token", "accept it?", "the next token", "one more")[:depth]):
-        side.text(k + 0.3, -0.75, title, fontsize=10, style="italic", color="#606060")
-    side.text(depth + 0.05, -0.75, "text and probability", fontsize=10, style="italic", color="#606060")
+        side.text(depth + 0.05, y, f"{' '.join(map(name, text))}  {product:.3f}", fontsize=10,
+                  va="center", bbox=dict(boxstyle="round", fc=hue + "2b", ec=hue))
+    titles = "draft a token", "accept it?", "the next token", "one more"
+    heading = dict(fontsize=10, style="italic", color="#606060")
+    for k, title in enumerate(titles[:depth]):
+        side.text(k + 0.3, -0.75, title, **heading)
+    side.text(depth + 0.05, -0.75, "text and probability", **heading)
     side.set(xlim=(0, depth + 1.1), ylim=(len(paths) - 0.4, -0.9), xticks=[], yticks=[])
     side.spines[:].set_visible(False)
     return figure
 
 
 def draw_texts(laws, names):
-    """Notebook 4. laws {name: {text: probability}}; names {text: its label}, in the order to be shown."""
+    """Notebook 4. laws {name: {text: probability}}; names {text: its label}, in this order."""
     figure, ((side,),) = axes(1, 1, width=10, height=3.6)
     for i, (law, hue) in enumerate(zip(laws, (HUES[7], HUES[0], HUES[1], HUES[4]), strict=False)):
-        side.bar([x + 0.2 * i - 0.3 for x in range(len(names))], [laws[law].get(t, 0) for t in names], 0.2,
-                 color=hue, label=law)
+        chances = [laws[law].get(t, 0) for t in names]
+        side.bar([x + 0.2 * i - 0.3 for x in range(len(names))], chances, 0.2, color=hue, label=law)
     side.set_xticks(range(len(names)), names.values(), rotation=30, ha="right", fontsize=10)
     side.set(ylabel="probability of the text", title="grey and blue agree; the mistakes do not")
     side.legend(frameon=False)
@@ -217,28 +230,35 @@ def draw_texts(laws, names):
 
 
 def draw_sublayers(drafts, shared, count):
-    """Notebook 6. drafts {name: sub-layers}, shared {name: how many are shared with the check}; count: 2L."""
+    """Notebook 6. drafts {name: sub-layers}; shared {name: how many are shared with the check};
+    count: 2L."""
     figure, ((side,),) = axes(1, 1, width=10, height=2.6)
     for y, (name, subs) in enumerate(drafts.items()):
         for i in range(count):
-            hue = "#e8e8e8" if i not in subs else HUES[2] if i < shared[name] else HUES[i % 2]
-            side.bar(i, 0.8, bottom=y - 0.4, width=0.9, color=hue, hatch=None if i in subs else "////",
-                     ec="white")
+            hue = HUES[2] if i < shared[name] else HUES[i % 2]
+            hatch = None
+            if i not in subs:
+                hue = "#e8e8e8"
+                hatch = "////"
+            side.bar(i, 0.8, bottom=y - 0.4, width=0.9, color=hue, hatch=hatch, ec="white")
     side.set_yticks(range(len(drafts)), drafts, fontsize=10)
     side.invert_yaxis()
     side.set_xlabel("sub-layer")
-    side.set_title("green: shared with the check; blue, orange: attention, MLP after a gap; pale: skipped",
-                   fontsize=10)
+    side.set_title("green: shared with the check; blue, orange: attention, MLP after a gap; "
+                   "pale: skipped", fontsize=10)
     return figure
 
 
 def draw_traces(traces):
-    """Notebook 6. traces {title: (drafted, accepted, estimate of alpha, c)}, a value per round; c is one."""
+    """Notebook 6. traces {title: (drafted, accepted, estimate of alpha, c)}, with a value per
+    round; c is one number."""
     figure, sides = axes(len(traces), 2, width=5, height=2.2)
-    for (left, right), (title, (drafted, accepted, mean, c)) in zip(sides, traces.items(), strict=True):
+    for (left, right), (title, trace) in zip(sides, traces.items(), strict=True):
+        drafted, accepted, mean, c = trace
+        step = math.ceil(max(drafted) / 3)
         left.bar(range(len(drafted)), drafted, 1, color=HUES[5], label="drafted")
         left.bar(range(len(accepted)), accepted, 0.6, color=HUES[0], label="accepted")
-        left.set(ylabel="tokens", title=title, yticks=range(0, 1 + max(drafted), math.ceil(max(drafted) / 3)))
+        left.set(ylabel="tokens", title=title, yticks=range(0, 1 + max(drafted), step))
         right.plot(mean, color=HUES[1], label="estimate of alpha")
         right.axhline(c, color=HUES[-1], ls=":", label="c")
         right.set(ylim=(0, 1.02))
@@ -250,8 +270,8 @@ def draw_traces(traces):
 
 
 def draw_choices(side, prompts, kinds, hues):
-    """What was chosen along a stream. prompts: [{way: rounds} of each]; kinds: what each prompt is; hues:
-    {way: its colour}."""
+    """What was chosen along a stream. prompts: [{way: rounds} of each]; kinds: what each prompt is;
+    hues: {way: its colour}."""
     below = [0.0] * len(prompts)
     for way, hue in hues.items():
         part = [rounds.get(way, 0) / max(1, sum(rounds.values())) for rounds in prompts]
@@ -270,11 +290,13 @@ def hues_of(ways):
 
 
 def draw_plane(side, alphas, costs):
-    """Skip sets in the plane of alpha and c, with contours of the best speed-up. A gain lies above the
-    diagonal."""
+    """Skip sets in the plane of alpha and c, with contours of the best speed-up. A gain lies above
+    the diagonal."""
     grid = [i / 60 for i in range(1, 60)]
-    gains = [[expected_speedup(alpha, best_gamma(alpha, cost), cost) for cost in grid] for alpha in grid]
-    shown = side.contour(grid, grid, gains, levels=[1.1, 1.25, 1.5, 2, 3, 4], colors=HUES[-1], linewidths=0.7)
+    gains = [[expected_speedup(alpha, best_gamma(alpha, cost), cost) for cost in grid]
+             for alpha in grid]
+    shown = side.contour(grid, grid, gains, levels=[1.1, 1.25, 1.5, 2, 3, 4], colors=HUES[-1],
+                         linewidths=0.7)
     side.clabel(shown, fontsize=7)
     side.plot([0, 1], [0, 1], color=HUES[-1], lw=1, ls="--")
     side.scatter(costs, alphas, s=8, color=HUES[0], alpha=0.5, linewidths=0, label="trials")
@@ -291,68 +313,87 @@ def record(model, tokenizer, prompts, max_new, drafter):
 
 
 def span(text, origin=None, title=""):
-    """A piece of text in HTML. The letters keep the page's own colour, light or dark; only the background and
-    the line below are set."""
+    """A piece of text in HTML. The letters keep the page's own colour, light or dark; only the
+    background and the line below are set."""
     hue, _, line, _ = STYLES.get(origin, [""] * 4)
-    look = f"background:{hue}2b;border-bottom:{3 if line == 'double' else 2}px {line} {hue};border-radius:3px"
+    width = 3 if line == "double" else 2
+    look = f"background:{hue}2b;border-bottom:{width}px {line} {hue};border-radius:3px"
     text = html.escape(text.translate(SIGNS))
-    return f'<span style="{look if origin else "opacity:.7"}" title="{html.escape(title)}">{text}</span>'
+    style = look if origin else "opacity:.7"
+    return f'<span style="{style}" title="{html.escape(title)}">{text}</span>'
 
 
 def text_html(seen):
-    """A show.Generation: legend, texts and summary. A token's tooltip has its origin, its id and the target's
-    own raw probability of it."""
+    """A show.Generation: legend, texts and summary. A token's tooltip has its origin, its id and
+    the target's own raw probability of it."""
     blocks = [" ".join(span(name, origin) for origin, (*_, name) in STYLES.items())]
     for prompt, row in zip(seen.prompts, seen.rows, strict=True):
-        spans = (span(t.text, t.origin, f"{t.origin}, id {t.id}, target's raw probability {t.p:.3g}")
-                 for t in row if t.text)
-        blocks.append(span(prompt) + "".join(spans))
+        block = span(prompt)
+        for t in row:
+            if t.text:
+                title = f"{t.origin}, id {t.id}, target's raw probability {t.p:.3g}"
+                block += span(t.text, t.origin, title)
+        blocks.append(block)
     style = "white-space:pre-wrap;word-break:normal;line-height:1.9;background:none;color:inherit"
-    return "".join(f'<pre style="{style}">{block}</pre>' for block in [*blocks, span(seen.summary())])
+    blocks.append(span(seen.summary()))
+    return "".join(f'<pre style="{style}">{block}</pre>' for block in blocks)
 
 
 def round_html(r, tokenizer):
-    """A Round as a table: p, q and the verdict on each drafted token, then the row's new tokens. A token that
-    was never tested is dead: it comes after a rejected token, after an end of text or after its row's draft.
-    """
+    """A Round as a table: p, q and the verdict on each drafted token, then the row's new tokens. A
+    token that was never tested is dead: it comes after a rejected token, after an end of text or
+    after its row's draft."""
     def name(token):
         return f"{token} {tokenizer.decode([token], skip_special_tokens=False)!r}"
 
-    drafted, q = r.draft.tokens[..., None], r.draft.q                                   # (B, K, 1)
+    drafted = r.draft.tokens[..., None]                                                 # (B, K, 1)
+    q = r.draft.q
     p = r.p[:, : drafted.shape[1]].gather(2, drafted)[..., 0]                           # (B, K)
     q = torch.ones_like(p) if q is None else q.gather(2, drafted)[..., 0]               # (B, K)
     lines = ["<tr><th>row<th>drafted<th>p<th>q<th>verdict"]
-    for b, (accepted, proposed) in enumerate(zip(r.accepted.tolist(), r.proposed.tolist(), strict=True)):
+    counts = zip(r.accepted.tolist(), r.proposed.tolist(), strict=True)
+    for b, (accepted, proposed) in enumerate(counts):
         for k, token in enumerate(drafted[b, :, 0].tolist()):
-            verdict = "accepted" if k < accepted else "rejected" if k == accepted < proposed else "dead"
+            verdict = "dead"
+            if k < accepted:
+                verdict = "accepted"
+            elif k == accepted < proposed:
+                verdict = "rejected"
             cells = b, html.escape(name(token)), f"{p[b, k]:.3g}", f"{q[b, k]:.3g}", verdict
             lines.append("<tr>" + "".join(f"<td>{cell}" for cell in cells))
-        spans = (span(name(t), origin, origin) for t, origin in zip(r.new[b], origins(r, b), strict=True))
+        new = zip(r.new[b], origins(r, b), strict=True)
+        spans = (span(name(t), origin, origin) for t, origin in new)
         lines.append(f'<tr><td>{b}<td colspan="4" style="text-align:left">new: {" ".join(spans)}')
     return f"<table>{''.join(lines)}</table>"
 
 
 def place(parents):
-    """Where to draw each node of a tree: its depth, and its row. A first child stays in its parent's row."""
-    depth, row, todo, rows = {0: 0}, {0: 0}, [0], 0
-    while todo:                                                 # depth first, so that no lines cross
+    """Where to draw each node of a tree: its depth, and its row. A first child stays in the row of
+    its parent."""
+    depth = {0: 0}
+    row = {0: 0}
+    todo = [0]
+    rows = 0
+    while todo:         # depth first, so that no lines cross
         node = todo.pop()
         if node > 0:
             parent = parents[node - 1]
             first = parents.index(parent) == node - 1
             rows += not first
-            depth[node], row[node] = depth[parent] + 1, row[parent] if first else rows
+            depth[node] = depth[parent] + 1
+            row[node] = row[parent] if first else rows
         todo += [k for k in range(len(parents), 0, -1) if parents[k - 1] == node]
     return depth, row
 
 
 def draw_tree(side, parents, words):
-    """A tree from left to right, with a label for each node; its hue is its rank among its siblings: blue,
-    orange, green, pink. Node 0 is black."""
+    """A tree from left to right, with a label for each node. Its hue is its rank among its
+    siblings: blue, orange, green, pink. Node 0 is black."""
     depth, row = place(parents)
     hues = ["#404040", *(HUES[parents[:k].count(parent)] for k, parent in enumerate(parents))]
     for k, parent in enumerate(parents, 1):
-        side.plot([depth[parent], depth[k]], [-row[parent], -row[k]], color=hues[k], lw=1.2, zorder=0)
+        side.plot([depth[parent], depth[k]], [-row[parent], -row[k]], color=hues[k], lw=1.2,
+                  zorder=0)
     for k, word in enumerate(words):
         side.text(depth[k], -row[k], word, ha="center", va="center", fontsize=9, parse_math=False,
                   bbox=dict(boxstyle="round", fc="white", ec=hues[k], lw=1.4))
@@ -361,7 +402,8 @@ def draw_tree(side, parents, words):
 
 
 def tree_and_mask(parents, mask, names):
-    """A drafted tree, and the mask (K+1, K+1) of its block. names: of node 0 and of each drafted token."""
+    """A drafted tree, and the mask (K+1, K+1) of its block. names: of node 0 and of each drafted
+    token."""
     figure, ((left, right),) = axes(1, 2, width=5.4)
     draw_tree(left, parents, names)
     left.set_title("the draft; blue, orange, green: first, second, third child", fontsize=10)
@@ -373,13 +415,14 @@ def tree_and_mask(parents, mask, names):
 
 
 def draw_reading(side, head, L):
-    """Notebook 9. What a trained head reads (squares), what of the model it runs (orange) and what of its own
-    (green), and which token it predicts (arrows). A column is a token, a row a height in the model; D, the
-    last known token, is column 1. `explain_reading` has the legend."""
+    """Notebook 9. What a trained head reads (squares), what it runs of the model (orange) and of
+    its own (green), and which token it predicts (arrows). A column is a token, a row a height in the
+    model; D, the last known token, is column 1. `explain_reading` has the legend."""
     exits = "exit_layer" in head.shape
     top = head.taps[-1] // 2 + 1                                # how high it reads
     ground = top if exits else 0                                # where its own module stands
-    tall = {"kangaroo": L / 12, "medusa": L / 12}.get(head.kind, L / 6)     # an attention, a matrix, a block
+    # the height of an attention, a matrix, or a block
+    tall = {"kangaroo": L / 12, "medusa": L / 12}.get(head.kind, L / 6)
     side.bar([-2, -1, 0], L, 0.7, color="#dce9f2")
     if exits:
         side.bar([1, 2, 3], top, 0.7, color="#f2d0b8")

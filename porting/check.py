@@ -1,4 +1,5 @@
-"""Sends a port every case of traces/ and reports the first difference, its size and its usual cause.
+"""Sends a port every case of traces/ and reports the first difference, its size and its usual
+cause.
 
     python porting/check.py ./my-port                     every case
     python porting/check.py --to 5 ./my-port              the cases of steps 1 to 5
@@ -6,8 +7,9 @@
     python porting/check.py --bfloat16 ./my-port          does it round where the library rounds?
     python porting/check.py --exact ./my-port             do blocks give the bits of single tokens?
 
-A port is any program that reads one JSON case per line and prints one answer per line. It never sees
-the expected answers: they are compared afterwards, here, with nothing but Python's standard library.
+A port is any program that reads one JSON case per line and prints one answer per line. It never
+sees the expected answers: they are compared afterwards, here, with nothing but Python's standard
+library.
 """
 import argparse
 import difflib
@@ -33,8 +35,8 @@ STORIES = TRACES / "stories"
 STEPS = ["safetensors", "norm", "rope", "mask and attention", "sub-layer", "forward", "cache",
          "coins and sampling", "round", "race"]
 MOST = 2**26    # bytes of a port's output; all right answers together take 1 MB
-ROLLED = 999  # the number of the case that is made anew each time: see `rolled`
-HALF = "norm", "softcap", "sublayer", "forward"     # what is compared in bfloat16, too
+ROLLED = 999  # the number of the case that `rolled` makes for every run
+HALF = "norm", "softcap", "sublayer", "forward"     # what is also compared in bfloat16
 SAME = 0.95     # the share of its numbers that must be ours
 EXACT = [29, 8, 3, 25, 28, 29, 39, 16, 20, 38, 12, 32]  # the tokens that --exact reads in two ways
 
@@ -60,8 +62,9 @@ def differ(want, got, tolerance, errors, where="", size=1.0):
     """How an answer differs from what is expected, in words, at the first difference; None if there
     is none. `errors` receives the size of every rounding error within the tolerance.
 
-    Whole numbers must be the same. For others |got - want| may be tolerance * max(size, |want|), never
-    NaN. Entries are compared before lengths: the first wrong entry says more than the number of entries.
+    Whole numbers must be the same. For others |got - want| may be tolerance * max(size, |want|),
+    never NaN. Entries are compared before lengths: the first wrong entry says more than the number
+    of entries.
     """
     if isinstance(want, dict):
         if not isinstance(got, dict):
@@ -119,7 +122,8 @@ def cause(got):
 
 
 def differ_tensor(want, got, tolerance, errors, where):
-    """`differ` for a tensor: number by number, or by its fingerprint where nothing else is stored."""
+    """`differ` for a tensor: number by number, or by its fingerprint where nothing else is
+    stored."""
     if got.get("shape") != want["shape"]:
         return f"{where}: expected a tensor of shape {want['shape']}, got {brief(got.get('shape'))}"
     data, count = got.get("data"), math.prod(want["shape"])
@@ -141,8 +145,9 @@ def differ_tensor(want, got, tolerance, errors, where):
 
 
 def differ_print(want, got, count, tolerance, errors, where):
-    """`differ` for the fingerprint of `count` numbers. A number near 0 among large ones is the result of a
-    subtraction, so its rounding error is relative to theirs; that of a sum is relative to all of them."""
+    """`differ` for the fingerprint of `count` numbers. A number near 0 among large ones is the
+    result of a subtraction, so its rounding error is relative to theirs. The error of a sum is
+    relative to all of them."""
     sizes = {"sum": want["magnitudes"], "magnitudes": 1.0, "values": want["magnitudes"] / count}
     return first(differ(want[key], got.get(key), tolerance, errors, f"{where}.{key}", max(1.0, size))
                  for key, size in sizes.items())
@@ -221,9 +226,10 @@ def absolute(request):
 
 
 def rolled(request, expect, folder):
-    """A greedy case with other weights and a known answer: every token t is renamed to t + some number, in
-    the rows of the embedding and of the output head and in the prompt. Then the answer has the same
-    tokens, renamed. A port whose answers do not come from the weights that it is given fails this case."""
+    """A greedy case with other weights and a known answer: every token t is renamed to t + some
+    number, in the rows of the embedding and of the output head and in the prompt. Then the answer
+    has the same tokens, renamed. A port whose answers do not come from the weights that it is given
+    fails this case."""
     source = ROOT / request["model"]
     shutil.copy(source / "config.json", folder)
     blob = bytearray((source / "model.safetensors").read_bytes())
@@ -253,8 +259,9 @@ def rolled(request, expect, folder):
 
 
 class Answers:
-    """What a port prints, read line by line while it runs: {number: answer}, what is wrong, in words, and
-    the end of its standard error. Of a port that prints for ever only so much is read and kept."""
+    """What a port prints, read line by line while it runs: {number: answer}, what is wrong, in
+    words, and the end of its standard error. Of a port that prints for ever only so much is read
+    and kept."""
 
     def __init__(self, port):
         self.port, self.found, self.trouble, self.err = port, {}, None, b""
@@ -334,8 +341,9 @@ def ask(command, requests, seconds):
 
 
 def last_words(err):
-    """The last line of a port's standard error that names an error, else its last line. Node ends with
-    its version, Java with the calls, and Rust puts the message on the line after "panicked at ...:".
+    """The last line of a port's standard error that names an error, else its last line. Node ends
+    with its version, Java with the calls, and Rust puts the message on the line after "panicked at
+    ...:".
 
     >>> last_words("app.js:3\\n\\nError: no such op\\n    at main (app.js:3)\\n\\nNode.js v20.1.0")
     'Error: no such op'
@@ -423,8 +431,9 @@ def matrix(cases, verdicts):
 
 
 def spent_otherwise(want, got, verdict, tolerance):
-    """How the uniforms of the first wrong round differ, if the round drafts as many tokens as it should
-    (all rounds before it are right, so it began at the same uniform). None if they do not differ."""
+    """How the uniforms of the first wrong round differ, if the round drafts as many tokens as it
+    should (all rounds before it are right, so it began at the same uniform). None if they do not
+    differ."""
     found = re.match(r"rounds\[(\d+)\]", verdict)
     if found is None:
         return None
@@ -497,7 +506,8 @@ def parse(argv):
     a.add_argument("--bfloat16", action="store_true", help="steps 2 to 6 in bfloat16, bit by bit")
     a.add_argument("--exact", action="store_true", help="has a token the same bits in every block?")
     a.add_argument("--seconds", type=float, default=300, help="stop the port after this time (default 300)")
-    a.add_argument("--tolerance", type=float, help="instead of those of the traces, for half types")
+    a.add_argument("--tolerance", type=float,
+                   help="replaces the tolerances of the traces, for half precision")
     a.add_argument("command", nargs=argparse.REMAINDER, help="the port, such as ./my-port or python port.py")
     args = a.parse_args(argv)
     if not args.command:

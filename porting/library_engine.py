@@ -1,4 +1,4 @@
-"""The library as an engine: it answers the cases of engine.json, which were made with it.
+"""The library as an engine. It answers the cases of engine.json, which were made with it.
 
     python porting/engine.py python porting/library_engine.py
 """

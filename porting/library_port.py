@@ -1,32 +1,29 @@
-"""The library as a port: it answers every case, so the traces are made with it and tested against it.
+"""The library as a port. It answers every case, so that the traces are made with it and tested
+against it.
 
 Wherever an answer depends on a decision between tokens, `Watch` notes how far that decision was
-from going the other way. Traces contain only decisions that rounding cannot change.
+from going the other way. No other port can say this, and without it a trace might depend on
+rounding.
 """
-import json
 import math
-import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import model  # noqa: E402
-import speculative  # noqa: E402
-import verification  # noqa: E402
-from checkpoint import parts, read_config  # noqa: E402
-from drafter import Drafter, NGram, Wrapper  # noqa: E402
-from kvcache import KVCache  # noqa: E402
-from layerskip import SelfDraft  # noqa: E402
-from methods.trees import Siblings, Tree, ancestors, verify_tree  # noqa: E402
-from model import Attention, Config, RMSNorm, Transformer  # noqa: E402
-from porting.check import fingerprint  # noqa: E402
-from sampling import Coins, Race, to_probs  # noqa: E402
-from speculative import State  # noqa: E402
+import model
+import speculative
+import verification
+from checkpoint import parts, read_config
+from drafter import Drafter, NGram, Wrapper
+from kvcache import KVCache
+from layerskip import SelfDraft
+from methods.trees import Siblings, Tree, ancestors, verify_tree
+from model import Attention, Config, RMSNorm, Transformer
+from porting.check import ROOT, fingerprint
+from sampling import Coins, Race, to_probs
+from speculative import State
 
 RANKS = 4  # top tokens that must be clearly apart: siblings take the second and the third
 
@@ -86,7 +83,8 @@ def cut_margin(logits, temperature=0.0, top_k=None, top_p=None, min_p=None, ties
 
 
 def tree_margin(p, tokens, parents, q):
-    """The smallest sum of a residual of p after a rejected sibling, leaving out those that are exactly 0."""
+    """The smallest sum of a residual of p after a rejected sibling, leaving out those that are
+    exactly 0."""
     rest, found = p.double().clone(), [1.0]
     for k, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         drawn = torch.zeros_like(rest[0]).index_fill_(0, torch.tensor(token), 1.0) if q is None else q[k]
@@ -385,9 +383,3 @@ def answer(request, dtype=None):
     coins = Watch()
     dtype = dtype or getattr(torch, request.get("dtype", "float64"))
     return OPS[request["op"]](request, dtype, coins), coins.margin
-
-
-if __name__ == "__main__":
-    for line in sys.stdin:
-        request = json.loads(line)
-        print(json.dumps({"case": request["case"], **answer(request)[0]}), flush=True)

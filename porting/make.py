@@ -4,9 +4,10 @@
     python porting/make.py stories     traces/stories/: the cases on weights/stories-llama
     python porting/make.py engine      engine.json
 
-The cases themselves, cases.jsonl, are data, and so are the two small models that they run on: all
-were drawn at random once. A case whose closest decision is within MARGIN of going the other way is
-an error: change its inputs. So rounding in float32 cannot change a token of any trace.
+The cases themselves (cases.jsonl) and the two small models that they run on are data, which were
+drawn at random once. A case whose closest decision is within MARGIN of going the other way is an
+error, and its inputs must be changed. Rounding in float32 therefore cannot change a token of any
+trace.
 """
 import hashlib
 import json
@@ -145,7 +146,7 @@ def write_engine(cases):
 
 
 def digest():
-    """A digest of all files of the core traces, for check.py, beside the version."""
+    """A digest of all files of the core traces. check.py holds it together with the version."""
     files = sorted(p for p in check.TRACES.rglob("*") if p.is_file() and check.STORIES not in p.parents)
     return hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()[:12]
 

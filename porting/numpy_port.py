@@ -1,4 +1,5 @@
-"""A port of the library: numpy alone, plain loops, float32. It passes every case except those of trees.
+"""A port of the library in numpy alone, with plain loops in float32. It passes every case without
+trees.
 
 It follows README.md step by step, from top to bottom, and nothing in it is clever.
 """
@@ -11,7 +12,8 @@ import numpy as np
 
 
 def read_weights(folder):
-    """{name: float32 array} of a file: eight bytes with the length of the JSON, the JSON, the numbers."""
+    """{name: float32 array} of a file: eight bytes with the length of the JSON, the JSON, the
+    numbers."""
     with open(f"{folder}/model.safetensors", "rb") as file:
         blob = file.read()
     start, tensors = 8 + int.from_bytes(blob[:8], "little"), {}
@@ -146,7 +148,8 @@ def run(m, tokens, first, cache, sublayers=None, at=None, see=visible):
 
 
 def bits(seed, i):
-    """Number i of a seed's stream. % 2**64: integers of Python are unbounded, those of C wrap around."""
+    """Number i of a seed's stream. % 2**64 is needed because Python's integers do not wrap
+    around."""
     z = (seed + (i + 1) * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
@@ -175,7 +178,8 @@ def choose(weights, u):
 
 
 def verify(p, q, draft, flips, coin):
-    """p: K+1 rows, q: K rows. Returns the number of accepted tokens, the token after them, the ratios."""
+    """p: K+1 rows, q: K rows. Returns the number of accepted tokens, the token after them, the
+    ratios."""
     ratio, accepted = [float(p[k][t] / q[k][t]) for k, t in enumerate(draft)], 0
     while accepted < len(draft) and flips[accepted] < ratio[accepted]:
         accepted += 1
@@ -253,8 +257,8 @@ def rounds(r, propose=propose, check=check_chain):
 
 
 def race(p, seed, position):
-    """The token after `position`: the first to arrive, where token v takes e / p_v, and e = -log(1 - u)
-    with a number u of its own for each token of each place."""
+    """The token after `position`: the first to arrive, where token v takes e / p_v, and e = -log(1
+    - u) with a number u of its own for each token of each place."""
     arrives = []
     for v, chance in enumerate(p):
         u = bits(seed, (position + 1) * len(p) + v) * 2.0**-53
@@ -263,7 +267,8 @@ def race(p, seed, position):
 
 
 def race_text(m, r, prompt, seed):
-    """All rounds of one text. What is drafted changes how many passes it takes, never a token of it."""
+    """All rounds of one text. What is drafted changes how many passes it takes, never a token of
+    it."""
     d, text, lines = r["drafter"], list(prompt), []
     left = min(r["max_new"], m.max_len - len(text))
     cache = np.zeros(m.shape, "f4")

@@ -1,5 +1,5 @@
-"""Wrong ports, each made from numpy_port.py by one change: mistakes that check.py must name. And wrong
-engines, each made from the library by one change: mistakes that engine.py must name.
+"""Wrong ports, each made from numpy_port.py by one change: mistakes that check.py must name. And
+wrong engines, each made from the library by one change: mistakes that engine.py must name.
 
 make.py runs them all and stores a fingerprint of each wrong answer. A port in any language that
 makes one of these mistakes gives one of these answers, so the checker can name the mistake.
@@ -35,7 +35,8 @@ def wrong_port(scope, old, new):
 
 
 def answers(source, requests):
-    """{number: answer} of a port given by its source, run in this process. Failed cases have no answer."""
+    """{number: answer} of a port given by its source, run in this process. Failed cases have no
+    answer."""
     space, found = {"__name__": "port"}, {}
     exec(compile(source, "wrong port", "exec"), space)  # our own source, with one line changed
     for request in requests:

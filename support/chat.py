@@ -14,7 +14,7 @@ from files import read_json, read_text
 from sampling import check
 
 
-class Generation(jinja2.ext.Extension):
+class GenerationTag(jinja2.ext.Extension):
     """{% generation %} ... {% endgeneration %} marks text to train on, and renders it."""
     tags = {"generation"}
 
@@ -45,7 +45,7 @@ def read_template(folder):
         raise ValueError(f"{folder}: no chat template, so this is a base model: prompt it without "
                          "--chat")
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols])
     # Jinja's own escapes for HTML
     env.filters["tojson"] = lambda x, ensure_ascii=False, **how: json.dumps(
         x, ensure_ascii=ensure_ascii, **how)

@@ -1,8 +1,8 @@
-"""Finds functions in source text and changes them. This one engine plants all mistakes: those that tests, the
-grader and the porting kit must notice, which stand in catalogues of one form.
+"""Finds functions in source text and changes them. This one engine plants all mistakes: those that
+tests, the grader and the porting kit must notice, which stand in catalogues of one form.
 
-It works on the code of one function as `ast.unparse` writes it, without its docstring. Comments, line breaks
-and the place of a function in its file therefore do not matter.
+It works on the code of one function as `ast.unparse` writes it, without its docstring. Comments,
+line breaks and the place of a function in its file therefore do not matter.
 """
 import ast
 import itertools
@@ -21,9 +21,10 @@ class Change(NamedTuple):
 
 
 def read(path):
-    """The changes of a catalogue. A line begins with `#` (a file), `##` (a function), `-` (old code), `+`
-    (new code), `=` (why) or `@` (the test), and neighbours with the same mark belong together. A row leaves
-    out what is the same as in the row before it. All other lines are for readers."""
+    """The changes of a catalogue. A line begins with `#` (a file), `##` (a function), `-` (old
+    code), `+` (new code), `=` (why) or `@` (the test), and neighbours with the same mark belong
+    together. A row leaves out what is the same as in the row before it. All other lines are for
+    readers."""
     found = []
     lines = path.read_text(encoding="utf-8").splitlines()
     for mark, group in itertools.groupby(lines, key=lambda line: line.partition(" ")[0]):
@@ -76,8 +77,8 @@ def normal(fragment):
 
 
 def change(source, scope, old, new):
-    """The source with `new` in place of `old` inside `scope` ("": the whole file). Raises Stale unless `old`
-    stands there exactly once."""
+    """The source with `new` in place of `old` inside `scope` ("": the whole file). Raises Stale
+    unless `old` stands there exactly once."""
     node = find(ast.parse(source), scope)
     code, old, new = bare(node), normal(old), normal(new)
     depths = [" " * n for n in range(0, 40, 4)] if "\n" in old else [""]

@@ -1,14 +1,15 @@
-"""Where drafts come from: one table of the drafters that generate.py offers, and the flags for
-them.
+"""Where drafts come from. One table lists the drafters that generate.py offers, with their flags.
 
 No drafter is implemented here. Each row of SOURCES reads flags and files and calls one class.
 """
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from tokenizers import Tokenizer
 
 import checkpoint
 from control import MOST
@@ -23,6 +24,7 @@ from methods.pace import Pace
 from methods.standin import Padded, ShortHead, read_vocab
 from methods.suffix import Suffix
 from methods.trees import ancestors, best_tree
+from model import Transformer
 from support import cli, own
 from support.measure import kept_costs, measure_arms, measure_step, priced
 
@@ -41,32 +43,60 @@ class Plan(NamedTuple):
     note: str
 
 
+@dataclass(frozen=True)
+class How:
+    """The flags that say how to draft; None where a flag is not given."""
+    draft: str | None = None
+    exit_layer: int | None = None
+    skip: str | None = None
+    gamma: int | None = None
+    rule: str | None = None
+    tree: int | None = None
+    draft_vocab: str | None = None
+    draft_model: str | None = None
+    draft_quant: str | None = None
+
+
+class Target(NamedTuple):
+    """The model that checks the drafts, and what a source may want to know about it."""
+    folder: Path
+    model: Transformer
+    tokenizer: Tokenizer
+    quantised: bool = False
+    may_measure: bool = True    # whether measured costs may decide how far to draft
+
+
 class Ask(NamedTuple):
-    """What a run asks of a source."""
-    a: object           # the flags
-    kind: str           # a key of SOURCES
-    model: object       # the target
-    tokenizer: object
-    gamma: int          # how many tokens to draft per round
+    """What a run asks of a source: a kind of draft, which is a key of SOURCES, and its length."""
+    how: How
+    target: Target
+    kind: str
+    gamma: int
+
+    @property
+    def model(self):
+        return self.target.model
 
     def limit(self):
         """What a drafter takes as its rule: gamma, or a new Rule of --rule."""
-        return self.gamma if self.a.rule is None else own.rule(self.a.rule, self.gamma)
+        if self.how.rule is None:
+            return self.gamma
+        return own.rule(self.how.rule, self.gamma)
 
     def plan(self, make, where="", draft=None):
         """The Plan of a drafter. make(limit) -> Drafter; draft: its name, if that is not the
         kind."""
         draft = draft or self.kind
         note = f"draft: {draft}{where}, gamma {self.gamma}"
-        if self.a.rule is not None:
-            note += f", rule {self.a.rule}"
+        if self.how.rule is not None:
+            note += f", rule {self.how.rule}"
         return Plan(draft, lambda: make(self.limit()), self.gamma, note)
 
     def short(self, model):
         """A model, or with --draft-vocab a ShortHead around it."""
-        if self.a.draft_vocab is None:
+        if self.how.draft_vocab is None:
             return model
-        return ShortHead(model, read_vocab(self.a.draft_vocab, model.c.vocab_size))
+        return ShortHead(model, read_vocab(self.how.draft_vocab, model.c.vocab_size))
 
 
 # --- the sources: each makes a Plan
@@ -86,19 +116,20 @@ def suffix(ask):
 
 def leave_early(ask):
     L = ask.model.c.n_layers
-    E = ask.a.exit_layer
+    E = ask.how.exit_layer
     if E is None:
         E = max(1, L // 6)
     return ask.plan(partial(SelfDraft, ask.short(ask.model), early_exit(L, E)), f" after block {E}")
 
 
 def skip(ask):
-    attn, mlp, found = cli.skip_set(ask.a.skip)
+    how = ask.how
+    attn, mlp, found = cli.skip_set(how.skip)
     sublayers = without(ask.model.c.n_layers, attn, mlp)
-    chosen = ask.a.gamma is not None or ask.a.rule is not None
+    chosen = how.gamma is not None or how.rule is not None
     if not chosen and found is not None:
         ask = ask._replace(gamma=found)
-    plan = ask.plan(partial(SelfDraft, ask.short(ask.model), sublayers), f" {ask.a.skip}")
+    plan = ask.plan(partial(SelfDraft, ask.short(ask.model), sublayers), f" {how.skip}")
     if not chosen and found == 0:
         plan = plan._replace(note=f"{plan.note} because its search found no gain; --gamma G "
                                   "drafts anyway")
@@ -106,17 +137,18 @@ def skip(ask):
 
 
 def small_model(ask):
-    quant = ask.a.draft_quant
-    other = ask.short(load_small(ask.a.draft, ask.model, ask.tokenizer, quant))
+    quant = ask.how.draft_quant
+    other = ask.short(load_small(ask.how.draft, ask.target, quant))
     where = "" if quant is None else f" in {quant}"
     return ask.plan(partial(ModelDraft, fit(other, ask.model)), where)
 
 
-def load_small(folder, model, tokenizer, quant=None):
-    """The model in a folder as a draft for `model`, computed in the same way. quant: the kind of
-    its matrices, if they are quantised."""
+def load_small(folder, target, quant=None):
+    """The model in a folder as a draft for the target, computed in the same way. quant: the kind
+    of its matrices, if they are quantised."""
+    model = target.model
     other, own_tokenizer = checkpoint.load(folder, model.tok.device, model.tok.dtype)
-    if own_tokenizer.get_vocab() != tokenizer.get_vocab():
+    if own_tokenizer.get_vocab() != target.tokenizer.get_vocab():
         raise ValueError(f"{folder}: its tokenizer differs from the target's, so ids mean other "
                          "words")
     if quant is not None:
@@ -131,40 +163,41 @@ def fit(other, model):
     return Padded(other, model.c.vocab_size)
 
 
-def few_bits(ask):
-    """The model itself in few bits, all of it or without some sub-layers."""
+def itself_quantised(ask):
+    """A quantised copy of the model drafts with all of its sub-layers, or without some."""
     model = ask.model
     L = model.c.n_layers
     sublayers = range(2 * L)
-    if ask.a.skip is not None:
-        sublayers = cli.read_skip(ask.a.skip, L)
+    if ask.how.skip is not None:
+        sublayers = cli.read_skip(ask.how.skip, L)
     twin = quantise(model, ask.kind, head=ask.kind, rounds=True)
     return ask.plan(partial(SelfDraft, ask.short(model.alongside(twin)), sublayers))
 
 
 def trained(ask):
     """Trained heads draft a chain or a tree."""
-    a = ask.a
+    how = ask.how
     kind = ask.kind
-    model = ask.model
-    folder = Path(a.draft) if kind == "heads" else Path(a.model) / "heads" / kind
+    folder = ask.target.folder / "heads" / kind
+    if kind == "heads":
+        folder = Path(how.draft)
     if not (folder / heads.FILE).is_file():
         raise FileNotFoundError(
-            f"{folder}: no heads. Seconds make a first version, and more tokens a better one: "
-            f"python -m lab.train_heads {kind} --model {a.model} --text 3e3 --tokens 6e3 --out "
-            f"{folder}")
-    head = heads.load(folder, model, kinds_of(folder))
-    most = head.price.longest
+            f"{folder}: no trained heads here. To train a first version in seconds, run: python -m "
+            f"lab.train_heads {kind} --model {ask.target.folder} --text 3e3 --tokens 6e3 --out "
+            f"{folder} (more --tokens make a better one)")
+    head = heads.load(folder, ask.model, kinds_of(folder))
+    longest = head.price.longest
     where = f" after block {head.price.trunk}" if head.price.trunk else ""
-    gamma = a.gamma
+    gamma = how.gamma
     if gamma is None:
-        gamma = min(most, MOST if a.tree or a.rule else 3)
+        gamma = min(longest, MOST if how.tree or how.rule else 3)
     shape = None
-    if a.tree and gamma > 0:
+    if how.tree and gamma > 0:
         head.drafter(gamma)     # refuses what a chain of this length is refused for
-        levels = min(most, gamma)
+        levels = min(longest, gamma)
         price = heads.pricing(head)(0)
-        shape = best_tree(head.ranks, a.tree, price, 0.0, head.branches, levels) or [0]
+        shape = best_tree(head.ranks, how.tree, price, 0.0, head.branches, levels) or [0]
         gamma = max(ancestors(torch.tensor([shape]))[0].sum(-1).tolist()) - 1
         where += f", trees of {len(shape)} tokens"
     ask = ask._replace(gamma=gamma)
@@ -176,37 +209,34 @@ def kinds_of(folder):
     kind = heads.facts(folder)["kind"]
     if kind not in OF_THE_LAB:
         return heads.KINDS
-    return {kind: own.load(str(ROOT / OF_THE_LAB[kind]))}
+    return {kind: own.load_object(str(ROOT / OF_THE_LAB[kind]))}
 
 
 def auto(ask):
     """A Pace with the usual candidates, and with what is named or lies beside the weights."""
-    a = ask.a
-    model = ask.model
-    folder = Path(a.model)
-    alone = parallel.place()[1] == 1
-    skip = named_or_beside(a.skip, folder / "skip.json", cli.read_skip, model.c.n_layers)
+    how = ask.how
+    target = ask.target
+    model = target.model
+    folder = target.folder
+    alone = parallel.here()[1] == 1
+    skip = named_or_beside(how.skip, folder / "skip.json", cli.read_skip, model.c.n_layers)
     vocab = named_or_beside(
-        a.draft_vocab, folder / "draft_vocab.json", read_vocab, model.c.vocab_size)
+        how.draft_vocab, folder / "draft_vocab.json", read_vocab, model.c.vocab_size)
     found = []
     # heads fit only the weights that they lie beside; a skip set that is named takes their place
-    if alone and not a.quant and a.skip is None:
-        found = trained_beside(a.model, model)
-    # trap: measured costs differ between machines and processes, and so would the uniforms a draft
-    # spends
+    if alone and not target.quantised and how.skip is None:
+        found = trained_beside(folder, model)
+    # trap: several processes would measure different costs, and so draft different tokens
     large = size(model.blocks) >= MEASURED or model.tok.is_cuda     # a GPU waits for more than bytes
-    measured = alone and (a.fast or a.temperature == 0) and large
+    measured = alone and target.may_measure and large
     costs = kept_costs(model) if measured else byte_costs(model)
-    said = "as measured here" if measured else "by weights"
-
     rough = None
     if measured and rows.multiplies(model):
         twin = model.alongside(quantise(model, "int4", head="int4", rounds=True))
         rough = twin, measure_step(model, twin)
     small = None
-    if a.draft_model is not None:
-        other = load_small(a.draft_model, model, ask.tokenizer, a.draft_quant)
-        other = fit(other, model)
+    if how.draft_model is not None:
+        other = fit(load_small(how.draft_model, target, how.draft_quant), model)
         if measured:
             c = measure_step(model, other)
         else:
@@ -224,6 +254,7 @@ def auto(ask):
         known = [priced(arm, table[arm.name]) if table else arm for arm in arms()]
         return Pace(model, known, costs, most=ask.gamma)
 
+    said = "as measured here" if measured else "by weights"
     return Plan("auto", make, ask.gamma, f"draft: auto, with costs {said}")
 
 
@@ -242,7 +273,7 @@ def trained_beside(folder, model):
 
 
 def from_a_file(ask):
-    return ask.plan(partial(own.drafter, ask.a.draft, ask.model), draft=ask.a.draft)
+    return ask.plan(partial(own.drafter, ask.how.draft, ask.model), draft=ask.how.draft)
 
 
 # --- the table
@@ -263,7 +294,7 @@ NAMED = {
     "exit": Source(leave_early, 2, ("exit_layer", "draft_vocab", "rule")),
     "skip": Source(skip, 3, ("skip", "draft_vocab", "rule")),
 }
-NAMED |= dict.fromkeys(KINDS, Source(few_bits, 3, ("skip", "draft_vocab", "rule")))
+NAMED |= dict.fromkeys(KINDS, Source(itself_quantised, 3, ("skip", "draft_vocab", "rule")))
 NAMED |= dict.fromkeys(heads.KINDS, Source(trained, 3, ("tree", "rule")))
 SOURCES = NAMED | {     # what a path can name
     "model": Source(small_model, 3, ("draft_vocab", "draft_quant", "rule")),
@@ -272,6 +303,7 @@ SOURCES = NAMED | {     # what a path can name
 }
 FLAGS = (       # which go with some sources only
     "exit_layer", "skip", "tree", "draft_vocab", "draft_model", "draft_quant", "rule")
+RANGES = {"gamma": (0, 1000), "tree": (1, 128)}
 
 
 def add_flags(group):
@@ -304,65 +336,65 @@ def add_flags(group):
         help="store the matrices of the small model in few bits (--draft DIR or --draft-model)")
 
 
-def kind_of(a):
+def source_of(how):
     """The source that the flags choose, a key of SOURCES."""
-    if a.draft is None:
-        if a.exit_layer is not None:
+    if how.draft is None:
+        if how.exit_layer is not None:
             return "exit"
-        return "auto" if a.skip is None else "skip"
-    if a.draft in NAMED:
-        return a.draft
-    if own.names_a_file(a.draft):
+        return "auto" if how.skip is None else "skip"
+    if how.draft in NAMED:
+        return how.draft
+    if own.names_a_file(how.draft):
         return "file"
     for kind, file in (("heads", heads.FILE), ("model", "config.json")):
-        if (Path(a.draft) / file).is_file():
+        if (Path(how.draft) / file).is_file():
             return kind
-    raise ValueError(f"--draft {a.draft}: neither a folder with a small model or with trained "
+    raise ValueError(f"--draft {how.draft}: neither a folder with a small model or with trained "
                      f"heads, nor FILE.py:NAME, nor one of {', '.join(NAMED)}"
-                     f"{download_first(a.draft)}")
+                     f"{download_first(how.draft)}")
 
 
-def check(a):
+def check_flags(how):
     """Raises ValueError, in one line, for flags that do not go together."""
-    kind = kind_of(a)
+    kind = source_of(how)
+    given = {flag: value for flag, value in vars(how).items() if value is not None}
     for flag in FLAGS:
-        if getattr(a, flag) is not None and flag not in SOURCES[kind].flags:
+        if flag in given and flag not in SOURCES[kind].flags:
             raise ValueError(f"--{flag.replace('_', '-')} does not go with --draft {kind}; see "
                              "--help")
-    if kind == "none" and a.gamma:
+    if kind == "none" and how.gamma:
         raise ValueError("--gamma does not go with --draft none, which drafts nothing")
-    if kind == "auto" and a.draft_quant is not None and a.draft_model is None:
+    if kind == "auto" and how.draft_quant is not None and how.draft_model is None:
         raise ValueError("--draft-quant quantises a small model: name one with --draft DIR, or "
                          "with --draft-model DIR")
-    if kind == "skip" and a.skip is None:
+    if kind == "skip" and how.skip is None:
         raise ValueError("--draft skip needs --skip with the sub-layers, such as a3,m4 or a file")
-    if a.rule is not None and a.tree:
-        raise ValueError("--rule says how far a chain goes on: leave out --rule or --tree")
-    if a.rule is not None and not own.names_a_file(a.rule):
-        raise ValueError(f"--rule must be FILE.py:NAME, got {a.rule!r}")
-    for flag, least, most in (("gamma", 0, 1000), ("tree", 1, 128)):
-        if getattr(a, flag) is not None and not least <= getattr(a, flag) <= most:
-            raise ValueError(f"--{flag} must be from {least} to {most}, got {getattr(a, flag)}")
+    if how.rule is not None and not own.names_a_file(how.rule):
+        raise ValueError(f"--rule must be FILE.py:NAME, got {how.rule!r}")
+    for flag, (least, largest) in RANGES.items():
+        if flag in given and not least <= given[flag] <= largest:
+            raise ValueError(f"--{flag} must be from {least} to {largest}, got {given[flag]}")
 
 
-def check_processes(a):
+def check_processes(how):
     """Raises ValueError, in one line, for what goes with one process only."""
-    if SOURCES[kind_of(a)].make is trained and parallel.place()[1] > 1:
+    if SOURCES[source_of(how)].make is trained and parallel.here()[1] > 1:
         raise ValueError("trained heads read whole matrices of the model, and several processes "
                          "hold only parts of them: run one process, or choose another --draft")
 
 
-def load_own(a):
-    """Run the reader's own files, before a model is loaded: what is wrong there shows at once."""
-    for text in (a.draft, a.rule):
+def load_own(how):
+    """Run the reader's own files before a model is loaded, so that what is wrong there shows at
+    once."""
+    for text in (how.draft, how.rule):
         if text is not None and own.names_a_file(text):
-            own.load(text)
+            own.load_object(text)
 
 
-def plan(a, model, tokenizer):
+def plan(how, target):
     """The Plan that the flags ask for."""
-    kind = kind_of(a)
-    gamma = a.gamma
+    kind = source_of(how)
+    gamma = how.gamma
     if gamma is None:
-        gamma = SOURCES[kind].gamma if a.rule is None else MOST
-    return SOURCES[kind].make(Ask(a, kind, model, tokenizer, gamma))
+        gamma = SOURCES[kind].gamma if how.rule is None else MOST
+    return SOURCES[kind].make(Ask(how, target, kind, gamma))

@@ -26,7 +26,7 @@ def names_a_file(text):
 
 
 @cache
-def load(text):
+def load_object(text):
     """The object NAME of FILE.py. Raises ValueError or FileNotFoundError, in one line."""
     file, _, name = text.rpartition(":")
     path = Path(file).resolve()
@@ -38,18 +38,18 @@ def load(text):
     sys.path.append(str(path.parent))   # its own imports, from beside it
     with blamed(text):
         spec.loader.exec_module(module)
-    if not callable(getattr(module, name, None)):
-        kind = "is not callable" if hasattr(module, name) else "is not there"
+    there = vars(module)
+    if not callable(there.get(name)):
+        kind = "is not callable" if name in there else "is not there"
         raise ValueError(f"{file}: {name} {kind}; a class or a function is needed")
-    return getattr(module, name)
+    return there[name]
 
 
 def drafter(text, model, gamma):
     """The drafter NAME(model, gamma). gamma: a number, or the Rule of --rule."""
     found = made(text, Drafter, "(model, gamma)", model, gamma)
-    where = place(text, type(found), load(text))
-    fine = isinstance(found, Wrapper) or isinstance(getattr(found, "rule", None), Rule)
-    if not fine:
+    where = line_of(text, type(found), load_object(text))
+    if not isinstance(found, Wrapper) and not isinstance(vars(found).get("rule"), Rule):
         raise ValueError(f"{where}: the drafter has no rule: call super().__init__(gamma) in its "
                          "__init__")
     last = 2 * model.c.n_layers - 1
@@ -63,15 +63,16 @@ def drafter(text, model, gamma):
 def rule(text, gamma):
     """The rule NAME(gamma)."""
     found = made(text, Rule, "(gamma)", gamma)
-    if not isinstance(getattr(found, "most", None), int):
-        raise ValueError(f"{place(text, type(found), load(text))}: the rule has no whole number "
-                         "`most`: call super().__init__(gamma) in its __init__")
+    if not isinstance(vars(found).get("longest"), int):
+        where = line_of(text, type(found), load_object(text))
+        raise ValueError(f"{where}: the rule has no whole number "
+                         "`longest`: call super().__init__(gamma) in its __init__")
     return CheckedRule(text, found)
 
 
 def made(text, kind, takes, *args):
     """NAME(*args), which must be a `kind`. Raises ValueError, in one line."""
-    build = load(text)
+    build = load_object(text)
     try:
         inspect.signature(build).bind(*args)
     except TypeError as e:
@@ -101,7 +102,7 @@ def blamed(*texts):
         raise ValueError(f"{Path(file).name}, line {line}: {type(e).__name__}: {e}") from e
 
 
-def place(text, *things):
+def line_of(text, *things):
     """"FILE, line N", where the file begins to define the first of these functions and classes that
     it defines; FILE.py:NAME, which is `text`, if it defines none of them."""
     path = Path(text.rpartition(":")[0]).resolve()
@@ -119,8 +120,7 @@ class Called:
 
     def where(self, method):
         """The line to blame for what this method of the reader's object returned."""
-        kind = type(self.inner)
-        return place(self.text, getattr(kind, method), kind, load(self.text))
+        return line_of(self.text, method, type(self.inner), load_object(self.text))
 
     @contextmanager
     def calling(self, method):
@@ -154,8 +154,8 @@ class Checked(Called, Wrapper):
             after = self.read_only(state)
             changed = [name for name in before if before[name] != after[name]]
         if changed:
-            raise ValueError(f"{self.where(method)}: {method} changes {changed[0]}, which a drafter "
-                             "may only read")
+            raise ValueError(f"{self.where(method)}: {method.__name__} changes {changed[0]}, which "
+                             "a drafter may only read")
 
     def read_only(self, state):
         """{name: a copy of what a drafter may not change}"""
@@ -175,20 +175,20 @@ class Checked(Called, Wrapper):
 
     def begin(self, state, trace):
         self.rounds = 0
-        with self.reading("begin", state):
+        with self.reading(self.inner.begin, state):
             super().begin(state, trace)
 
     def propose(self, state):
-        with self.reading("propose", state):
+        with self.reading(self.inner.propose, state):
             draft = super().propose(state)
             wrong = fault(draft, state)
         if wrong:
-            raise ValueError(f"{self.where('propose')}: {wrong}")
+            raise ValueError(f"{self.where(self.inner.propose)}: {wrong}")
         return parallel.agreed_draft(draft)
 
     def observe(self, state, r):
         self.rounds += 1
-        with self.reading("observe", state):
+        with self.reading(self.inner.observe, state):
             super().observe(state, r)
 
 
@@ -197,11 +197,11 @@ def fault(draft, state):
     B = len(state.known)
     V = state.model.c.vocab_size
     if not isinstance(draft, Draft):
-        return f"propose must return a Draft, not {kind_of(draft)}"
+        return f"propose must return a Draft, not {in_words(draft)}"
     tokens = draft.tokens
     if not is_tensor(tokens, state, torch.long) or tokens.dim() != 2 or len(tokens) != B:
-        return (f"Draft.tokens must be (B, K) int64 ids with B = {B}, as `state.send` makes them of "
-                f"lists, not {kind_of(tokens)}")
+        return (f"Draft.tokens must be (B, K) int64 ids with B = {B}, as `state.send` makes them "
+                f"of lists, not {in_words(tokens)}")
     if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < V:
         return f"Draft.tokens must be ids from 0 to {V - 1}"
     K = tokens.shape[1]
@@ -211,12 +211,12 @@ def fault(draft, state):
     fine = is_tensor(length, state, torch.long) and length.shape == (B,)
     if not fine or not 0 <= int(length.min()) <= int(length.max()) <= K:
         return (f"Draft.length must be (B,) int64 numbers from 0 to K = {K} with B = {B}, not "
-                f"{kind_of(length)}")
+                f"{in_words(length)}")
     live = torch.arange(K, device=length.device) < length[:, None]
     if draft.q is not None and (wrong := fault_of_q(draft.q, tokens, live, V, state)):
         return wrong
     if not isinstance(draft.reuse, Reuse | None):
-        return f"Draft.reuse must be a Reuse, not {kind_of(draft.reuse)}"
+        return f"Draft.reuse must be a Reuse, not {in_words(draft.reuse)}"
     if isinstance(draft, Tree):
         parents = draft.parents
         fine = is_tensor(parents, state, torch.long) and parents.shape in ((1, K), (B, K))
@@ -229,8 +229,8 @@ def fault_of_q(q, tokens, live, V, state):
     """The same for its q. live (B, K): the places that count."""
     shape = (*tokens.shape, V)
     if not is_tensor(q, state) or not q.is_floating_point() or q.shape != shape:
-        return (f"Draft.q must be (B, K, V) = {shape}, the distributions that the tokens were drawn "
-                f"from, not {kind_of(q)}")
+        return (f"Draft.q must be (B, K, V) = {shape}, the distributions that the tokens were "
+                f"drawn from, not {in_words(q)}")
     if not live.any():
         return None
     rows = q[live].double()
@@ -251,7 +251,7 @@ def is_tensor(value, state, dtype=None):
     return dtype in (None, value.dtype)
 
 
-def kind_of(value):
+def in_words(value):
     """What a value is, in the words of a message."""
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {value.dtype} on {value.device}"
@@ -282,30 +282,30 @@ class CheckedRule(Called, Rule):
         self.inner.stop = stop
 
     def begin(self, state):
-        with self.calling("begin"):
+        with self.calling(self.inner.begin):
             self.inner.begin(state)
 
     def how_far(self, state):
-        with self.calling("how_far"):
+        with self.calling(self.inner.how_far):
             gammas = self.inner.how_far(state)
         B = len(state.known)
         numbers = gammas
         if not isinstance(gammas, list):
             numbers = [gammas] * B
         if len(numbers) != B or not all(isinstance(gamma, int) for gamma in numbers):
-            raise ValueError(f"{self.where('how_far')}: how_far must return a whole number, or a "
-                             f"list of one for each row (B = {B}), not {gammas!r}")
+            raise ValueError(f"{self.where(self.inner.how_far)}: how_far must return a whole number, "
+                             f"or a list of one for each row (B = {B}), not {gammas!r}")
         return parallel.agreed(gammas)
 
     def stops(self, k, logits, token):
-        with self.calling("stop"):
+        with self.calling(self.inner.stop):
             stops = self.inner.stop(k, logits, token)
         B = len(token)
         if not isinstance(stops, list) or [type(stop) for stop in stops] != [bool] * B:
-            raise ValueError(f"{self.where('stop')}: stop must return a list of True or False for "
-                             f"each row (B = {B}), as `.tolist()` makes it, not {stops!r}")
+            raise ValueError(f"{self.where(self.inner.stop)}: stop must return a list of True or False "
+                             f"for each row (B = {B}), as `.tolist()` makes it, not {stops!r}")
         return parallel.agreed(stops)
 
     def learn(self, state, r):
-        with self.calling("learn"):
+        with self.calling(self.inner.learn):
             self.inner.learn(state, r)

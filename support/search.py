@@ -20,7 +20,7 @@ from support.measure import read_costs
 from support.texts import BOUNDARY, read_texts
 
 LOG = "trials.jsonl"
-KEYS = {"bits", "value", "alpha", "c", "gamma", "speedup", "theta"}     # of a trial, see `search`
+KEYS = {"bits", "alpha", "c", "gamma", "speedup", "theta"}     # of a trial, see `search`
 FOUND = "skip.json"
 
 
@@ -121,7 +121,7 @@ def run(argv):
             log.write(json.dumps(entry) + "\n")
             log.flush()
             entries.append(entry)
-    best = max(entries, key=lambda e: e["value"])
+    best = max(entries, key=lambda e: e["speedup"])
     write_file(out / FOUND, json.dumps(describe(space, best)) + "\n")
     print(f"{out / FOUND}: alpha {best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} "
           f"promises {best['speedup']:.2f} times plain decoding")

@@ -1,7 +1,8 @@
-"""Where there is no GPU, a test that asks for the device "cuda" runs on the one of paper. And the models and
-texts that most tests of drafters share."""
+"""Where there is no GPU, a test that asks for the device "cuda" runs on a simulated one. And the models
+and texts that most tests of drafters share."""
 import os
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,3 +42,11 @@ def truth():
     rows = {family: [oracle(m, p, 40) for p in PROMPTS] for family, m in models.items()}
     assert min(len(set(row)) for row in rows["llama"] + rows["gemma2"]) > 8, "dull texts prove little"
     return rows
+
+
+@pytest.fixture(scope="session")
+def stories():
+    """(model, tokenizer) of the shipped Llama, in float32. It stays as it is."""
+    import checkpoint
+
+    return checkpoint.load(Path(__file__).parents[1] / "weights" / "stories-llama", "cpu", torch.float32)

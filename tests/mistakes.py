@@ -4,8 +4,8 @@
                                         test; with words, only rows with one of them in their file,
                                         function or reason
 
-The mistakes stand in mistakes.txt, and support/cuts.py plants them. Those in functions that are exercises
-stand in exercises/wrong.txt, where the grader's message must also name them.
+The mistakes stand in mistakes.txt, and support/cuts.py plants them. Those in functions that are
+exercises stand in exercises/wrong.txt, where the grader's message must also name them.
 """
 import multiprocessing
 import os
@@ -36,7 +36,8 @@ MISTAKES = [m._replace(shown=node_id(m)) for m in read(Path(__file__).with_suffi
 
 
 def pytest_in(argv, out):
-    """What each process does; it is forked from one that holds torch, whose import outlasts most tests."""
+    """What each process does; it is forked from one that holds torch, whose import outlasts most
+    tests."""
     import pytest
 
     os.chdir(ROOT)
@@ -47,7 +48,8 @@ def pytest_in(argv, out):
 
 
 def run_tests(tests, before="", limit=None, options=("--tb=no",), out=os.devnull):
-    """pytest's exit status; None: out of time. before: a folder whose modules come before the library's."""
+    """pytest's exit status; None: out of time. before: a folder whose modules come before the
+    library's."""
     argv = [*options, "-o", f"pythonpath={before} . tests", *tests]
     process = multiprocessing.get_context("fork").Process(target=pytest_in, args=(argv, out))
     process.start()

@@ -1,4 +1,4 @@
-"""A GPU on paper: tensors that say they are on CUDA and keep their data on the CPU, on a torch without CUDA.
+"""A simulated GPU, for a torch without CUDA: its tensors say they are on CUDA and keep their data on the CPU.
 Every call of torch passes `__torch_function__`: ours refuses a mix of devices, and counts operations and
 waits. It cannot see kernels, streams, capture and timing, nor where CUDA rounds differently from a CPU."""
 import sys

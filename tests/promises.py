@@ -144,7 +144,7 @@ class Poisoned(Wrapper):
                 if isinstance(part, (Reader, ModelDraft)):
                     spoil(part.cache, b, part.held[b])
                 elif isinstance(part, ProphetDraft):
-                    spoil(part.cache, b, 0)         # it starts anew in each round
+                    spoil(part.cache, b, 0)         # it starts afresh in each round
 
 
 def spoil(cache, row, start):
@@ -229,7 +229,7 @@ def assert_same_law(got, want):
 
 def exact_law(laws, count=3, room=3, judge=verify):
     """The first `count` of `room` tokens, after however many rounds, have the law of the model's own. Each
-    outcome is that of a drafter that has learnt nothing yet. laws: {name: (config, model -> drafter)}"""
+    outcome comes from a drafter that has learnt nothing yet. laws: {name: (config, model -> drafter)}"""
     @pytest.mark.parametrize("name", laws)
     def test(name):
         (c, build), probs, seen = laws[name], lambda x: to_probs(x, 2.0, top_p=0.9), set()
@@ -261,7 +261,7 @@ def exact_law_of_a_ragged_batch(laws, names, judge=verify):
     return test
 
 
-# --- on a GPU of paper
+# --- on a simulated GPU
 
 
 def one_wait_a_round(drafters, names=None, extra=()):

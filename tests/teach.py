@@ -8,7 +8,6 @@ import torch
 from tiny import law
 
 NEAR = "right but for rounding: is something computed in float32? What comes in float64 must stay so"
-DETACHED = "what is trained needs its gradient: no detach, .item(), .data or torch.no_grad on the way"
 CLOSE = "right but for something small: is an epsilon added, or a constant rounded?"
 
 
@@ -69,34 +68,6 @@ def compare(got, want, mistakes, given="the worked example of this test", rtol=1
         if near and got.dtype == torch.float64 and torch.allclose(got, want, rtol=1e-8, atol=0):
             near = CLOSE
         fail(given, expected, came, known(got, mistakes) or near, off if got.is_floating_point() else None)
-
-
-def learns(call, parts, given):
-    """A backward pass through call() must give each of `parts`, {name: tensor in float64}, the gradient that
-    small steps show."""
-    drawn = torch.Generator().manual_seed(0)
-
-    def some(shape):
-        return torch.randn(shape, generator=drawn, dtype=torch.float64)
-
-    for x in parts.values():
-        x.grad = None
-        x.requires_grad_()
-    out = call()
-    weights = some(out.shape)
-    promise(out.requires_grad, given, "a result with a gradient", "one without", DETACHED)
-    (out * weights).sum().backward()
-    for name, x in parts.items():
-        step = some(x.shape) * 1e-6
-        with torch.no_grad():
-            x += step
-            more = (call() * weights).sum()
-            x -= 2 * step
-            slope = float(more - (call() * weights).sum()) / 2
-            x += step
-        got = 0.0 if x.grad is None else float((x.grad * step).sum())
-        promise(abs(got - slope) < 1e-4 * abs(slope), f"{given}; backward(), and a small step of `{name}`",
-                f"a change of {slope:.4g}", f"{got:.4g}", DETACHED)
 
 
 def known(got, mistakes):

@@ -13,8 +13,7 @@ from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
 import checkpoint
-import generate
-from support import chat
+from support import chat, generate
 
 CHATML = """
 {% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}

@@ -6,8 +6,7 @@ import sys
 import pytest
 import torch
 
-import generate
-from support import cli
+from support import cli, generate
 
 
 def ending(error):
@@ -27,15 +26,6 @@ def ending(error):
 def test_bad_input_is_one_printable_line_and_status_2(error, line, capsys):
     assert cli.main(ending(error), []) == 2
     assert capsys.readouterr() == ("", f"test_cli.py: {line}\n"), "the line names the program"
-
-
-@pytest.mark.parametrize("name, shown", [
-    ("/x/lab/bench/__main__.py", "lab.bench"), ("generate.py", "generate.py"),
-    ("/x/lab/verdict.py", "verdict.py")])
-def test_a_message_begins_with_the_name_of_the_command(name, shown, capsys):
-    found = {}
-    exec(compile("def run(argv): raise ValueError('no')", name, "exec"), found)
-    assert cli.main(found["run"], []) == 2 and capsys.readouterr().err == f"{shown}: no\n"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access was encountered"),
@@ -77,7 +67,7 @@ def test_standard_input_in_any_encoding(monkeypatch):
 
 def prompts_of(path, content):
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return list(generate.read_prompts(generate.parse(["--prompt-file", str(path)])).values())
+    return list(generate.texts_of(generate.parse(["--prompt-file", str(path)])).values())
 
 
 @pytest.mark.parametrize("name, content", [

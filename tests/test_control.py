@@ -3,15 +3,13 @@ model is arithmetic: by hand, by brute force, and against what others published.
 import math
 import random
 from dataclasses import replace
-from itertools import product
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import promises
 import pytest
 import torch
 from promises import reader
-from tiny import LIVELY, PROMPTS, TINY, Says, make_round, small
+from tiny import LIVELY, PROMPTS, TINY, Says, make_round, small, state_of
 
 from control import (
     Beta,
@@ -19,7 +17,6 @@ from control import (
     Costs,
     best_gamma,
     confidence,
-    nested_cost,
     weight_costs,
 )
 from drafter import Draft, Drafter, ModelDraft, NGram, Rule, chain, wanted
@@ -64,7 +61,7 @@ test_poison = promises.poison(DRAFTERS, count=16)
 test_end_of_text = promises.end_of_text(DRAFTERS, PAIRS, range(2, 12, 4))
 test_context_limit = promises.context_limit(DRAFTERS, ["exit", "n-gram", *PAIRS])
 test_short_answers = promises.short_answers(DRAFTERS, PAIRS)
-# a draft model behind which others went on has read their tokens, too
+# a draft model behind which others went on has also read their tokens
 test_drafts_are_right = promises.right_drafts({"model, model": lambda m, far: Then(
     reader(small(m), dice(ends=False), far), ModelDraft(m, dice(ends=False)))})
 
@@ -79,11 +76,10 @@ test_exact_law_of_a_ragged_batch = promises.exact_law_of_a_ragged_batch(LAWS, ["
 
 
 def test_wanted_by_hand():
-    state = SimpleNamespace(left=[9, 3, 1, 0])
+    state = state_of([[1]] * 4, [9, 3, 1, 0])
     assert wanted(state, Rule(5)) == [5, 2, 0, 0]
     assert wanted(state, Rule(0)) == [0] * 4
-    state.left = [9, 9, 9]
-    assert wanted(state, Says([2, 0, 2])) == [2, 0, 2]
+    assert wanted(state_of([[1]] * 3, [9, 9, 9]), Says([2, 0, 2])) == [2, 0, 2]
 
 
 def test_no_step_is_computed_once_all_rows_have_ended(models):
@@ -105,10 +101,6 @@ def test_an_n_gram_knows_nothing_of_the_text_before(models):
 
 
 # --- the rules by hand
-
-
-def state_of(rows=1):
-    return SimpleNamespace(known=[[1]] * rows, left=[99] * rows, send=torch.as_tensor)
 
 
 def outcome(*pairs):
@@ -189,7 +181,7 @@ def test_costs_by_hand():
     assert costs.step(early_exit(2, 1), share=0.25) == 9 / 30, "a quarter of the head's rows"
     assert costs.step(without(2, attn=[0], mlp=[1])) == (5 + 7 + 4) / 30
     assert replace(costs, call=10.0).step([], share=0.25) == (1 + 10) / 40
-    assert costs.pass_cost(99) == 1.0, "by weights"
+    assert costs.pass_cost(99) == 1.0, "counting the weights read"
     measured = replace(costs, passes=((1, 1.0), (3, 1.5), (5, 3.5)))
     assert [measured.pass_cost(T) for T in range(1, 8)] == [1.0, 1.25, 1.5, 2.5, 3.5, 4.5, 5.5]
     odd = replace(costs, passes=((1, 1.0), (3, 1.5), (5, 1.25)))
@@ -212,22 +204,3 @@ def test_a_skip_set_of_gemma_2_9b_costs_what_others_measured():
     costs = weight_costs(Config(vocab_size=256_000, **shape))
     c = costs.step(without(42, range(19), range(18)))
     assert abs(c - 29.65 / 48.82) < 0.005 and best_gamma(0.4057, c) == 0
-
-
-@pytest.mark.parametrize("alpha, gamma, most", [
-    (0.5, 1, 2), (0.7, 2, 5), (0.3, 4, 4), (1.0, 2, 6), (0.8, 9, 3), (0.6, 0, 4)])
-def test_the_cost_of_a_draft_that_is_drafted_for(alpha, gamma, most):
-    """By all outcomes of the coins of each place, played as the loop plays them."""
-    blocks = {T: 0.4 + 0.03 * T * T for T in range(1, most + 2)}
-    mean = 0.0
-    for coins in product((True, False), repeat=most):
-        chance = math.prod(alpha if coin else 1 - alpha for coin in coins)
-        written = 0
-        spent = 0.0
-        while written < most:
-            drafted = min(gamma, most - written - 1)
-            passed = coins[written : written + drafted]
-            spent += drafted * 0.07 + blocks[drafted + 1]
-            written += 1 + (passed + (False,)).index(False)
-        mean += chance * spent
-    assert nested_cost(alpha, gamma, 0.07, most, blocks.get) == pytest.approx(mean)

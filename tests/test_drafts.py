@@ -10,27 +10,21 @@ from test_generate import SMALL, STORIES, as_json
 from tiny import command
 
 import checkpoint
-import generate
 from control import MOST, Costs
 from lab.m2r2 import M2R2
 from machine.quant import Int4, byte_costs
 from methods import heads
+from methods.arms import small_model
 from model import put
-from support import drafts, measure
+from support import drafts, generate, measure
 
 call = command(generate.main)
-
-
-@pytest.fixture(scope="module")
-def stories():
-    """(model, tokenizer)"""
-    return checkpoint.load(STORIES, "cpu", torch.float32)
 
 
 @pytest.fixture
 def plan(stories):
     """The Plan that flags ask for."""
-    return lambda *flags: drafts.plan(generate.parse(["x", *map(str, flags)]), *stories)
+    return lambda *flags: generate.plan(generate.parse(["x", *map(str, flags)]), *stories)
 
 
 def test_a_draft_vocabulary_shortens_the_head(call, plan, tmp_path):
@@ -57,7 +51,7 @@ def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, stories, tmp
 
 
 def test_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
-    """If bytes count, beside trained heads, too. Its price is measured, and grows with what both read."""
+    """If bytes count, even next to trained heads. Its price is measured and grows with what both read."""
     monkeypatch.setattr(drafts, "MEASURED", 0)
     monkeypatch.setattr(drafts, "kept_costs", byte_costs)
     monkeypatch.setattr(drafts, "measure_step", lambda model, twin: 0.4)
@@ -66,14 +60,14 @@ def test_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
 
     def arms(model, folder, *flags):
         a = generate.parse(["x", "--draft", "auto", "--model", str(folder), *flags])
-        return {arm.name: arm for arm in drafts.plan(a, model, stories[1]).make().arms}
+        return {arm.name: arm for arm in generate.plan(a, model, stories[1]).make().arms}
 
     arm = arms(half, tmp_path)["few bits"]
     assert isinstance(arm.drafter.model.head, Int4) and len(arm.drafter.sublayers) == 2 * half.c.n_layers
-    assert arm.price(0) == pytest.approx(0.4) and 0.4 < arm.price(1000) < 1
+    assert arm.drafting(0, 1) == pytest.approx(0.4) and 0.4 < arm.drafting(1000, 1) < 1
     assert arm.drafter.model.head.rounds, "a draft may round what it multiplies"
     assert "few bits" not in arms(copy.deepcopy(stories[0]).double(), tmp_path), "no product"
-    assert "few bits" in arms(half, STORIES) and len(arms(half, STORIES)) == 2, "beside trained heads"
+    assert "few bits" in arms(half, STORIES) and len(arms(half, STORIES)) == 2, "next to trained heads"
     monkeypatch.setattr(drafts, "MEASURED", 64e6)
     assert "few bits" not in arms(half, tmp_path), "a small model lies in the processor's caches"
 
@@ -90,9 +84,10 @@ def test_a_small_model_drafts_in_few_bits_alone_and_as_an_arm(call, plan, tmp_pa
         arms[bits] = plan("--draft-model", SMALL, *bits).make().arms[-1]
     whole, few = arms.values()
     assert isinstance(few.drafter.model.head, Int4) and few.name == whole.name == "small model"
-    assert few.price(0) < 0.25 * whole.price(0), "a price by the bytes of float32 and int4"
-    few.drafter.unread = 9
-    assert few.late(lambda T: float(T)) == pytest.approx(8 * few.price(0)), "it reads what others wrote"
+    assert few.further(0) < 0.25 * whole.further(0), "a price by the bytes of float32 and int4"
+    arm = small_model(few.drafter.model, 0.2, Costs((1.0,), 1.0, ((1, 1.0), (2, 2.0))))
+    arm.drafter.unread = 9
+    assert arm.drafting(0, 0) == pytest.approx(8 * 0.2), "it reads what others wrote"
     call.refuses(["x", *quantised], tmp_path, "--draft-quant", "name one with --draft DIR")
     call.refuses(["x", "--draft", "int8", *quantised], tmp_path, "--draft-quant does not go with")
     call.refuses(["x", "--draft", SMALL, "--draft-model", SMALL], tmp_path, "--draft-model does not go with")
@@ -100,7 +95,7 @@ def test_a_small_model_drafts_in_few_bits_alone_and_as_an_arm(call, plan, tmp_pa
 
 
 def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, capsys):
-    """Those of other weights, too, but not those of another shape, and none for few bits."""
+    """Even heads of other weights, but no heads of another shape, and none for a quantised model."""
     model, _ = checkpoint.load(STORIES, "cpu", torch.float32)
     other, _ = checkpoint.load(STORIES.parent / "stories-gemma2", "cpu")
     model.norm.weight.data *= 1.5
@@ -110,7 +105,7 @@ def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, caps
 
     def names(*flags):
         a = generate.parse(["x", "--draft", "auto", "--model", str(tmp_path), *flags])
-        return [way.name for way in drafts.plan(a, *stories).make().arms]
+        return [way.name for way in generate.plan(a, *stories).make().arms]
 
     assert "prophet" in names() and "medusa" not in names()
     assert "medusa" in capsys.readouterr().err.splitlines()[0]
@@ -130,7 +125,7 @@ def test_costs_are_measured_once_for_large_models_only(call, plan, stories, tmp_
     assert "as measured" in first["how"] and len(measured) == 1
     assert "measured" in plan("--temperature", "0.8", "--fast").note, "who asks for speed gets it"
     assert "by weights" in plan("--temperature", "0.8").note, "the same seed writes the same text"
-    monkeypatch.setattr("machine.parallel.place", lambda: (0, 2))
+    monkeypatch.setattr("machine.parallel.here", lambda: (0, 2))
     assert "by weights" in plan().note, "each process would measure its own"
 
 
@@ -163,7 +158,7 @@ def test_draft_model_of_another_tokenizer(call, tmp_path):
 
 @pytest.mark.parametrize("rows", [4000, 4160])
 def test_draft_model_of_another_padded_vocabulary(call, stories, tmp_path, rows):
-    """As Qwen2.5 0.5B beside 7B; also with a draft vocabulary."""
+    """As Qwen2.5 0.5B has for 7B; also with a draft vocabulary."""
     plain = as_json(call, "--draft", "none")["outputs"]
     model, tokenizer = checkpoint.load(SMALL, "cpu")
     model.c = replace(model.c, vocab_size=rows)
@@ -216,7 +211,7 @@ def test_a_drafter_and_a_rule_from_a_file(call, mine):
     assert r["outputs"] == plain and r["accepted"] > 0 and r["draft"] == f"{mine}:third" and r["gamma"] == 4
     for heat in (), ("--temperature", "1"):
         r = as_json(call, "--draft", f"{mine}:tree", *heat)
-        assert r["accepted"] > 0, "a tree passes all checks, too"
+        assert r["accepted"] > 0, "even a tree passes all checks"
     for draft in (f"{mine}:third", "exit", SMALL, "nf4", "kangaroo"):
         r = as_json(call, "--draft", draft, "--rule", f"{mine}:sure")
         assert r["outputs"] == plain and r["gamma"] == MOST
@@ -297,7 +292,7 @@ OF_RULES = {
 @pytest.mark.parametrize("body, culprits", [*OF_DRAFTERS.items(), *OF_RULES.items()],
                          ids=[*OF_DRAFTERS, *OF_RULES])
 def test_what_a_readers_methods_return_or_change(call, tmp_path, body, culprits):
-    """One line that names theirs; what the library words itself, too."""
+    """One line names the reader's own line, even for an error that the library words."""
     kind, flags = ("Rule", ["--draft", "exit", "--rule"]) if body in OF_RULES else ("Base", ["--draft"])
     (tmp_path / "mine.py").write_text(BASE % (kind, body))
     if "line 13" not in culprits:

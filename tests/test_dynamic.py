@@ -9,18 +9,27 @@ from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, warm
 
 from control import Costs
 from layerskip import early_exit
+from methods import dynamic
 from methods.dynamic import DEL, overlaps
 from sampling import Coins, to_probs
 from search import Teacher
 from speculative import generate, rounds
 
 FREE = Costs((0.001,) * 11 + (1.0,), 0.0)    # with these every draft gains, the earlier ones more
-DRAFTERS = {"del": lambda m: DEL(m, exits=[2, 5], costs=FREE, every=2, gamma=4, window=3)}
+
+
+def priced(drafter, costs):
+    """A DEL with another table of costs."""
+    drafter.costs = [costs.step(early_exit(drafter.model.c.n_layers, e)) for e in drafter.exits]
+    return drafter
+
+
+DRAFTERS = {"del": lambda m: priced(DEL(m, exits=[2, 5], every=2, gamma=4), FREE)}
 test_greedy_identity = promises.greedy_identity(DRAFTERS)
 test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS)
 test_poison = promises.poison(DRAFTERS, count=12)   # neither drafts nor scores read what is dead
 test_exact_law = promises.exact_law({
-    "del": (TINY_GEMMA, lambda m: DEL(m, costs=Costs((0.02,) * 5 + (9.0,), 0.0), gamma=2)),
+    "del": (TINY_GEMMA, lambda m: priced(DEL(m, gamma=2), Costs((0.02,) * 5 + (9.0,), 0.0))),
 }, count=2, room=2)
 
 
@@ -35,10 +44,12 @@ def test_no_overlap_is_above_1():
 
 
 @each_family
-def test_shadows_are_what_each_exit_would_have_drafted(models, family):
+def test_shadows_are_what_each_exit_would_have_drafted(models, family, monkeypatch):
     """At the prompt's last two places and along every text, whatever drafted, by `Teacher`."""
+    monkeypatch.setattr(dynamic, "OMEGA", 1.0)
+    monkeypatch.setattr(dynamic, "WINDOW", 2)
     m, exits = models[family], [1, 3, 5]
-    drafter, want, places = DEL(m, exits=exits, costs=FREE, omega=1.0, gamma=3, window=2), 0, 0
+    drafter, want, places = priced(DEL(m, exits=exits, gamma=3), FREE), 0, 0
     *_, (state, _) = rounds(m, PROMPTS, 12, drafter, warm, Coins(5))
     for prompt, text in zip(PROMPTS, state.known, strict=True):
         teacher, n = Teacher(m, text, warm), len(prompt)
@@ -50,16 +61,17 @@ def test_shadows_are_what_each_exit_would_have_drafted(models, family):
     assert (hits + misses).tolist() == pytest.approx([places] * 3)
 
 
-def headless(m, costs, omega=1.0):
+def headless(m, costs):
     """A DEL with one exit, whose states are logits already, and a state for it."""
-    drafter = DEL(m, exits=[1], costs=costs, omega=omega)
+    drafter = priced(DEL(m, exits=[1]), costs)
     drafter.model = SimpleNamespace(unembed=lambda x: x, c=m.c)
     return drafter, SimpleNamespace(probs=to_probs)
 
 
-def test_counts_fade_by_hand(models):
+def test_counts_fade_by_hand(models, monkeypatch):
     """Two places a round: one that agrees, sure to .9, and one that does not, sure to .6."""
-    drafter, state = headless(models["llama"], FREE, omega=0.5)
+    monkeypatch.setattr(dynamic, "OMEGA", 0.5)
+    drafter, state = headless(models["llama"], FREE)
     logits = torch.tensor([[[0.9, 0.1], [0.4, 0.6], [0.5, 0.5]]]).log()
     p = torch.tensor([[[1.0, 0.0]] * 3])
     for _ in range(2):
@@ -78,10 +90,10 @@ def test_del_knows_the_heads_share(models):
 @each_family
 def test_del_drafts_at_the_exit_that_pays_and_not_at_all_where_none_does(models, family):
     m = models[family]
-    drafter = DEL(m, costs=Costs((1.0,) * 12, 100.0))
+    drafter = priced(DEL(m), Costs((1.0,) * 12, 100.0))
     assert sum(int(r.proposed.sum()) for _, r in rounds(m, PROMPTS, 20, drafter)) == 0
     assert bool((drafter.counts[:2].sum(0) > 15).all()), "and it goes on learning"
-    drafter = DEL(m, costs=Costs((0.001,) * 10 + (5.0, 5.0), 0.0))      # the best alpha wins
+    drafter = priced(DEL(m), Costs((0.001,) * 10 + (5.0, 5.0), 0.0))    # the best alpha wins
     generate(m, PROMPTS, 20, drafter, warm, Coins(1))
     alphas = (drafter.counts[0] + 1) / (drafter.counts[:2].sum(0) + 2)
     assert drafter.sublayers == early_exit(6, 1 + int(alphas.argmax())) and drafter.rule.longest == 18

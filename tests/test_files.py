@@ -3,11 +3,13 @@ import os
 from pathlib import Path
 
 import pytest
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from tiny import tree
 
 import files
 from machine.kept import cache_file
+
+STORED = Path(__file__).resolve().parents[1] / "weights/stories-draft"
 
 
 @pytest.mark.parametrize("error", [SafetensorError("full"), None])
@@ -25,16 +27,6 @@ def test_a_failure_leaves_the_old_file(error, monkeypatch, tmp_path):
         if error:
             raise error
     assert tree(tmp_path) == {str(path): b"old"}
-
-
-@pytest.mark.parametrize("name, hint", [
-    ("Qwen/Qwen2.5-0.5B", True), ("nothing", False), ("there/model", False), ("a/b/c", False)])
-def test_the_name_of_a_model_on_the_hub_is_told_from_a_wrong_path(name, hint, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
-    with pytest.raises(FileNotFoundError, match="^\\S+: there is no such folder") as e:
-        files.check_folder(Path(name))
-    assert (f"hf download {name} --local-dir runs/" in str(e.value)) == hint
 
 
 @pytest.mark.parametrize("home", ["caches", "", None])
@@ -69,3 +61,23 @@ def test_permissions_links_and_what_cannot_be_written(tmp_path):
         for write in (files.check_writable, lambda path: files.write_file(path, "y")):
             with pytest.raises(OSError, match="cannot be written"):
                 write(path)
+
+
+def test_weights_are_not_held_in_memory_by_the_file_that_they_were_read_from(monkeypatch):
+    """While a model was loaded, it took twice its size."""
+    opened = []
+
+    class Watched:
+        def __init__(self, path, framework):
+            self.file = safe_open(path, framework)
+            self.keys, self.get_slice = self.file.keys, self.file.get_slice
+            opened.append(path)
+
+        def __del__(self):
+            opened.pop()
+
+    monkeypatch.setattr(files, "safe_open", Watched)
+    found = files.find_weights(STORED)
+    assert not opened
+    assert all(stored[:].shape == stored.shape for stored in found.values())
+    assert not opened, "a file that stays open keeps its pages"

@@ -174,20 +174,6 @@ def test_a_climb_by_hand():
         "a gain of 1e-9 is one, too: ask whether a score is larger, without a threshold": [[0, 0]]})
 
 
-def test_a_climb_that_takes_back_what_it_did():
-    """A way of seven flips through sets of four bits, of which each is next to no other of the way."""
-    way, worth = [wide([0, 0, 0, 0])], {(0, 0, 0, 0): 1.0}
-    for bit in (0, 1, 2, 0, 3, 1, 0):
-        way.append((way[-1] - torch.eye(4).double()[bit]).abs())
-        worth[tuple(way[-1].int().tolist())] = 1.0 + len(worth)
-    score = lambda z: wide([worth.get(tuple(row), 0.0) for row in z.int().tolist()])    # noqa: E731
-    ends, _ = climb(score, torch.stack([way[0], way[4]]), lambda z: z[:, 0] < 2)
-    compare(ends.double(), torch.stack([way[-1]] * 2), {
-        "it ends after as many flips as there are bits": torch.stack([way[4], way[-1]])},
-        "scores that rise along 0000 1000 1100 1110 0110 0111 0011 1011 and are 0 elsewhere, from the first "
-        "and from the fifth of these")
-
-
 def test_a_climb_ends_where_no_allowed_flip_is_better():
     """Also from starts that are worth nothing. All scores are far below 0: none can mean "not allowed"."""
     table = normal(64) - 1e6

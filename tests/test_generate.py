@@ -3,24 +3,21 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
-import torch
 from tiny import command
 
 import checkpoint
-import generate
 from control import MOST
 from machine.quant import KINDS
 from machine.recorded import Recorded
 from machine.tapes import Tape
 from sampling import row_seeds
 from speculative import generate as write
-from support import stats
+from support import generate, report, stats
 
 ROOT = Path(__file__).parent.parent
 STORIES, SMALL = ROOT / "weights" / "stories-llama", ROOT / "weights" / "stories-draft"
@@ -32,13 +29,13 @@ call = command(generate.main)
 @pytest.fixture
 def once(monkeypatch):
     """The runs of --compare are not repeated, as nothing here is measured."""
-    monkeypatch.setattr(generate, "REPEATS", 1)
+    monkeypatch.setattr(report, "REPEATS", 1)
 
 
 @pytest.fixture(scope="module")
-def ids():
+def ids(stories):
     """The answer of plain decoding, by the library."""
-    model, tokenizer = checkpoint.load(STORIES, "cpu", torch.float32)
+    model, tokenizer = stories
     prompt = checkpoint.encode(tokenizer, "Once upon a time", model.c.bos)
     return write(model, [prompt], 12, eos=set(model.c.eos))[0][0]
 
@@ -92,7 +89,7 @@ def test_a_quantised_target(call, once, monkeypatch, kind, flags):
     assert all(isinstance(args[0].blocks[0].mlp.down, KINDS[kind]) for args in begun)
 
 
-# --- beside plain decoding
+# --- compared with plain decoding
 
 
 def test_compare(call, once):
@@ -149,7 +146,7 @@ def test_a_prompt_that_stands_in_a_batch_four_times_gives_four_exact_samples(cal
 
 
 def test_where_exact_texts_differ_no_near_tie_excuses_it(call, once, monkeypatch):
-    monkeypatch.setattr(generate.stats, "divergence", lambda *args: {
+    monkeypatch.setattr(stats, "divergence", lambda *args: {
         "output": 0, "position": 3, "gap": 0.0, "rounding": 1.0, "near_tie": True})
     status, out, _ = call("Once upon a time", "--exact", "--max-new", "6", "--compare")
     assert status == 1 and "NOT identical to plain decoding, which --exact promises" in out
@@ -178,10 +175,10 @@ def test_compare_judges_the_printed_text(call, once, monkeypatch, near):
     assert status == (0 if near else 1) and r["identical"] is False
     assert r["first_divergence"] | dict(output=0, position=5, near_tie=near) == r["first_divergence"]
     assert r["outputs"][0]["ids"][5] == r["baseline"]["ids"][0][5] + 1
-    one, both = generate.verdict(r), generate.verdict(r | {"outputs": 2 * r["outputs"]})
+    one, both = report.verdict(r), report.verdict(r | {"outputs": 2 * r["outputs"]})
     assert ("near-tie was decided" in one) == near == ("NOT identical" not in one)
     assert "5 equal tokens of output 0" in both and "of output" not in one
-    assert "sampled texts may differ" in generate.verdict(r | {"identical": None})
+    assert "sampled texts may differ" in report.verdict(r | {"identical": None})
 
 
 def test_seed_repeats_a_sampled_run(call):
@@ -240,19 +237,6 @@ def test_standard_input(call, monkeypatch, tmp_path):
     call.refuses(["-"], tmp_path, "cannot take this prompt")
 
 
-def test_as_a_program_from_another_folder(tmp_path):
-    """A reader that stops early, such as `head`, causes no traceback."""
-    command = [sys.executable, ROOT / "generate.py", "Hi", "--max-new", "3"]
-    left, pipe = os.pipe()
-    os.close(left)  # before anything is written
-    programs = [subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=subprocess.PIPE, text=True)
-                for out in (subprocess.PIPE, pipe)]  # side by side, as importing torch takes the longest
-    os.close(pipe)
-    (text, no_error), (_, no_traceback) = (program.communicate() for program in programs)
-    assert [program.returncode for program in programs] == [0, 141]
-    assert text.startswith("Hi") and no_error == no_traceback == ""
-
-
 # --- bad input
 
 
@@ -287,5 +271,5 @@ def test_bad_input_is_one_line(call, argv, culprit, tmp_path):
     (["x", "--exact"], "--exact"),
     (["x", "--draft", "eagle"], "run one process")])
 def test_what_goes_with_one_process_only(call, monkeypatch, argv, culprit, tmp_path):
-    monkeypatch.setattr(generate.parallel, "place", lambda: (0, 2))
+    monkeypatch.setattr(generate.parallel, "here", lambda: (0, 2))
     call.refuses(argv, tmp_path, culprit)

@@ -1,6 +1,6 @@
 """Golden counts: how many drafts the shipped models accept, as tests/golden.json holds it.
 
-    python tests/test_golden.py    writes the file anew: after weights have changed, never to make a test pass
+    python tests/test_golden.py    writes it again, after weights have changed, never to make a test pass
 
 A drafter that drafts badly writes the right text, so no test of texts can see it.
 These counts can.
@@ -45,7 +45,7 @@ def drafters(m, small):
 
 
 def trained(m, folder):
-    """Drafters with the trained heads beside the weights: chains, and two of them as trees."""
+    """Drafters with the trained heads of these weights, as chains, and two of them also as trees."""
     found = {kind: heads.load(folder / "heads" / kind, m) for kind in sorted(heads.KINDS)
              if (folder / "heads" / kind).is_dir()}
     trees = {f"{kind}, tree": found[kind].drafter(3, [0, 0, 0, 1, 1, 2, 4]) for kind in ("eagle", "medusa")}

@@ -1,4 +1,4 @@
-"""What a GPU may compute otherwise than a CPU: on CUDA where there is one, else on the GPU of paper."""
+"""What a GPU may compute otherwise than a CPU, on CUDA where there is one and else on the simulated GPU."""
 from copy import deepcopy
 
 import promises
@@ -84,7 +84,7 @@ def test_the_law_of_a_text(judge, device):
 @on_cuda
 @each_family
 def test_recorded_passes_write_what_eager_ones_do(family, device):
-    """CUDA graphs, each checked against the eager pass; recordings of paper where there are none."""
+    """CUDA graphs, each checked against the eager pass; simulated recordings where there are none."""
     m = make(LIVELY[family], device=device)
     fast = Recorded(m, Tape if isinstance(m.tok.data, Paper) else Joined, say=pytest.fail)
     want, _ = generate(m, PROMPTS[:2], 12)

@@ -75,7 +75,7 @@ test_exact_law = promises.exact_law({
 
 
 def test_a_head_drafts_for_stand_ins_too(models):
-    """Models whose passes are recorded, and those in few bits."""
+    """Models whose passes are recorded, and quantised models."""
     fast = Recorded(models["llama"], Tape)
     for m in (fast, quantise(models["llama"])):
         assert promises.write(m, DRAFTERS["kangaroo"](m), 12) == promises.write(m, None, 12)

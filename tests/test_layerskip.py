@@ -70,7 +70,7 @@ def test_acceptance_is_that_of_the_loop(models, family, ids):
         _, r = next(rounds(m, prefixes, 2, SelfDraft(short or m, sublayers, 1), probs))
         got = teacher.acceptance(sublayers, short)
         assert (got - torch.minimum(r.p[:, 0], r.draft.q[:, 0]).sum(-1)).abs().max() < 1e-12
-        assert (teacher.draft(sublayers, short)[0] - r.draft.q[:, 0]).abs().max() < 1e-12
+        assert (teacher.q(sublayers, short)[0] - r.draft.q[:, 0]).abs().max() < 1e-12
         assert 0 <= float(got.min()) < float(got.max()) <= 1
         seen.add(tuple(got.tolist()))
     assert len(seen) == len(DRAFTS), "acceptances that do not differ prove little"
@@ -255,7 +255,7 @@ def test_a_copy_in_few_bits_hands_nothing_over(name):
         w.copy_((4 * w).round() / 4)
     _, draft = begun(SUBLAYERS[name], TEXTS["three rows"], (0, 1, 9), rough)
     if draft.reuse is not None:
-        fail(f"a copy of the target in few bits drafts with the sub-layers {SUBLAYERS[name]}", "reuse = None",
+        fail(f"a quantised copy of the target drafts with the sub-layers {SUBLAYERS[name]}", "reuse = None",
              f"the states before sub-layer {draft.reuse.first}", "a copy's states are not the target's, and "
              "its text would change: hand them over only where self.is_target is true")
 

@@ -1,6 +1,5 @@
 """Pace never changes the text, never loses more than it may, and chooses what promises most."""
 from dataclasses import replace
-from types import SimpleNamespace
 
 import promises
 import pytest
@@ -8,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_heads import wild
-from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, small, warm
+from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, small, state_of, warm
 
 from control import MOST, Beta, Costs, expected_tokens, weight_costs
 from drafter import ModelDraft
@@ -120,14 +119,14 @@ def test_the_first_draft(price, alpha, most, drafted):
 
 def test_a_longer_text_makes_passes_dearer(models):
     drafter = Pace(models["llama"], [], Costs((1.0,) * 12, 8.0, slot=0.1))
-    now = drafter.look(SimpleNamespace(lengths=[5, 50], room=[2, 8]))
+    now = drafter.look(state_of([[1] * 5, [1] * 50], [3, 9]))
     assert (now.n, now.grown, now.room) == (50, 50 / 20, 8)
 
 
 @pytest.mark.parametrize("name, prior, price", [("nothing", 0.0, 0.9), ("right", 1.0, 0.01)])
 def test_a_choice_holds_for_several_rounds(name, prior, price):
-    """To choose takes a fifth of a pass, so it holds for ten rounds more, whatever it is. Counted in
-    weights it takes nothing."""
+    """Choosing takes a fifth of a pass, so a choice holds for twenty rounds more, whatever it is.
+    Counting weights it is free."""
     for thinking, holds in (2.6, 0.2 / REST), (0.0, 0):
         arm = Arm("right", ModelDraft(TARGET, Calibrated(prior=prior)), each(price), 1)
         drafter, awake = Pace(TARGET, [arm], replace(EVEN, thinking=thinking)), []
@@ -199,7 +198,7 @@ def test_confidence_is_calibrated():
 def test_one_more_is_drafted_while_its_chance_exceeds_its_price():
     rule = Calibrated([0.4, 0.6, 0.6, 0.6], prior=0.9)
     rule.trust = [Beta(prior=0.5)] * 10 + [Beta(prior=0.9)]
-    assert rule.how_far(SimpleNamespace(known=[[1], [1]])) == MOST
+    assert rule.how_far(state_of([[1], [1]], [9, 9])) == MOST
     sure = torch.tensor([[50.0] + [0.0] * 16, [0.0] * 17])              # probability 1, and 1/17
     assert rule.stop(0, sure, None) == [False, False]           # .81 and .45 against .4
     assert rule.stop(1, sure, None) == [False, True]            # .729 and .225 against .6
@@ -272,7 +271,7 @@ def test_of_trained_heads_the_best_by_their_training_is_a_candidate(models):
 
 @each_family
 def test_trained_heads_and_their_prices(models, family):
-    """All parts of the table are different; a head's own weights cost what those of the blocks do."""
+    """All parts of the table are different; a head's own weights cost what the blocks' do."""
     m, by = models[family], weight_costs(models[family].c)
     costs = Costs(tuple(2.0 * x for x in by.sublayers), by.head, ((1, 1.0), (17, 2.0)), 3.0, 10, m.c.window)
     whole, slots = costs.pricing(range(12))(50), 3.0 * 40

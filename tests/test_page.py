@@ -1,29 +1,22 @@
 """The page to step through: its data are what `rounds` yielded, and what a model writes stays data."""
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from tiny import LLAMA, PROMPTS, make, play
 
 import checkpoint
-import generate
 from drafter import NGram
 from layerskip import SelfDraft
 from methods.then import Then
 from model import Placement
 from sampling import Coins, to_probs
 from speculative import rounds
+from support import generate
 from support.page import Player
 
-FOLDER = Path(__file__).parent.parent / "weights" / "stories-llama"
 WARM = lambda logits: to_probs(logits, temperature=1.0, top_k=20)  # noqa: E731
-
-
-@pytest.fixture(scope="module")
-def shipped():
-    return checkpoint.load(FOLDER, "cpu", torch.float32)
 
 
 def data(page):
@@ -33,8 +26,8 @@ def data(page):
 
 @pytest.mark.parametrize("drafter", [
     lambda m: None, lambda m: Then(SelfDraft(m, range(4), 2), NGram(2, 1))], ids=["plain", "both"])
-def test_the_page_says_what_rounds_yielded(shipped, drafter):
-    model, tokenizer = shipped
+def test_the_page_says_what_rounds_yielded(stories, drafter):
+    model, tokenizer = stories
     ids = checkpoint.encode(tokenizer, "One day, a cat. One day, a", model.c.bos)
     found = data(play(model, tokenizer, ids, 16, drafter(model), WARM, seed=5).html())
     known, name = list(ids), lambda t: tokenizer.decode([t], skip_special_tokens=False)
@@ -58,8 +51,8 @@ def test_the_page_says_what_rounds_yielded(shipped, drafter):
     assert found["tokens"] == [name(t) for t in known]
 
 
-def test_an_end_of_text_inside_the_accepted_tokens(shipped):
-    model, tokenizer = shipped
+def test_an_end_of_text_inside_the_accepted_tokens(stories):
+    model, tokenizer = stories
     ids = checkpoint.encode(tokenizer, "Once upon a time", model.c.bos)
     whole = SelfDraft(model, range(2 * model.c.n_layers), 4)
     (_, r), *_ = rounds(model, [ids], 9, whole)
@@ -68,9 +61,9 @@ def test_an_end_of_text_inside_the_accepted_tokens(shipped):
     assert [d["text"] for d in page["places"]] == page["block"][1:3]
 
 
-def test_of_a_batch_it_shows_the_first_row_which_may_end_first(shipped):
+def test_of_a_batch_it_shows_the_first_row_which_may_end_first(stories):
     model, prompts = make(LLAMA), [[5] * (LLAMA.max_len - 3), PROMPTS[1]]
-    player, written = Player(shipped[1], prompts[0], 3), []
+    player, written = Player(stories[1], prompts[0], 3), []
     for state, r in rounds(model, prompts, 7, SelfDraft(model, range(4), 2), WARM, player.coins):
         player.add(state, r)
         written += r.new[0]
@@ -79,8 +72,8 @@ def test_of_a_batch_it_shows_the_first_row_which_may_end_first(shipped):
     assert tested and all(ok == (d["coin"] < d["p"] / d["q"]) for d, ok in tested)
 
 
-def test_whatever_a_model_writes_is_data(shipped):
-    model, tokenizer = shipped
+def test_whatever_a_model_writes_is_data(stories):
+    model, tokenizer = stories
     attack = "</script><script>alert(1)</script><!--\x1b\x00 <b>&amp;"
     player = play(model, tokenizer, checkpoint.encode(tokenizer, attack, model.c.bos), 3)
     page = player.html()
@@ -90,9 +83,9 @@ def test_whatever_a_model_writes_is_data(shipped):
     assert {"\u241b", "\u2400"} <= set(data(page)["tokens"])
 
 
-def test_on_the_command_line(shipped, tmp_path, capsys):
-    """A greedy page has p and q from before the one-hot, too: here they are computed without a cache."""
-    path, (model, tokenizer) = tmp_path / "run.html", shipped
+def test_on_the_command_line(stories, tmp_path, capsys):
+    """A greedy page also has p and q from before the one-hot, which are computed here without a cache."""
+    path, (model, tokenizer) = tmp_path / "run.html", stories
     argv = "Once upon a time", "--max-new", "12", "--draft", "exit", "--dtype", "float32", "--json", "--page"
     assert generate.main([*argv, str(path)]) == 0
     (output,) = json.loads(capsys.readouterr().out)["outputs"]

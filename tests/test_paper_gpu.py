@@ -1,4 +1,4 @@
-"""What runs on CUDA, on a GPU of paper: the CPU's numbers, and no wait that is not known."""
+"""What runs on CUDA has the CPU's numbers on a simulated GPU, and waits nowhere else than is known."""
 import expected
 import promises
 import pytest

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from tiny import LIVELY, LLAMA, PROMPTS, QWEN, make
 
 import checkpoint
-import generate as command
 from drafter import ModelDraft
 from layerskip import SelfDraft
 from machine import parallel
@@ -31,6 +30,7 @@ from model import Transformer
 from sampling import Coins, Race, to_probs
 from speculative import generate
 from support import drafts
+from support import generate as command
 
 ROOT = Path(__file__).parent.parent
 SHAPES = {family: replace(c, n_layers=3, n_heads=8, n_kv_heads=4) for family, c in (LIVELY | QWEN).items()}
@@ -45,13 +45,13 @@ DRAFTERS = {  # (target, small model) -> drafter
 
 
 def written(folder):
-    """{family and drafter: [text and passes, greedy; the same, sampled]}, and greedy texts in few bits: of
+    """{family and drafter: [text and passes, greedy; the same, sampled]}, and greedy texts, quantised: of
     plain decoding and of two drafts. Each process quantises its own slices."""
-    part, made = parallel.place(), {}
+    part, made = parallel.here(), {}
 
     def load(family, quant=None):
         m, _ = checkpoint.load(folder / family, "cpu", quant=quant, part=part)
-        return m if part == (0, 1) else parallel.join(m)
+        return m if part == (0, 1) else parallel.unite(m)
 
     small, _ = checkpoint.load(folder / "small", "cpu")
     for family in SHAPES:
@@ -74,7 +74,7 @@ def main(argv, victim=None, how=None, limit=60):
 
     def broadcast(*args):
         calls.append(0)
-        if len(calls) == 9 and parallel.place()[0] == victim:
+        if len(calls) == 9 and parallel.here()[0] == victim:
             os.kill(os.getpid(), how)
         return honest(*args)
 
@@ -139,7 +139,7 @@ def folders(tmp_path_factory):
 
 
 def test_several_processes_write_the_text_of_one(folders, tmp_path):
-    """With as many passes, greedy and sampled; and in few bits."""
+    """With as many passes, greedy and sampled, and when quantised."""
     (first, _, err), (second, _, other) = spawn(tmp_path / "group", 2, written, folders)
     assert err == other == "" and first == second
     ours, texts = first
@@ -159,7 +159,7 @@ def test_each_process_reads_only_its_slices(folders, monkeypatch, family):
 
         def __init__(self, name, stored):
             self.name, self.stored = name, stored
-            self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
+            self.shape, self.dtype = stored.shape, stored.dtype
 
         def __getitem__(self, cuts):
             read[self.name] += self.stored[cuts].numel()
@@ -245,11 +245,11 @@ def test_every_source_drafts_in_two_processes_or_says_why_not(folders, tmp_path)
     assert all(alone[kind] == alone["none"] for kind in drafts.NAMED.keys() - refused)
 
 
-def test_torchrun_writes_one_text():
-    """On the shipped model; what the others print is not seen."""
+def test_torchrun_writes_one_text(tmp_path):
+    """From any folder, on the shipped model; what the others print is not seen."""
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "generate.py", "Once upon a time", *"--max-new 6 --dtype float32 --device cpu".split()]
-    out = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
+            ROOT / "generate.py", "Once upon a time", *"--max-new 6 --dtype float32 --device cpu".split()]
+    out = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0 and out.stdout.count("Once upon a time, there was a little girl") == 1
 
 

@@ -1,4 +1,4 @@
-"""Models in few bits: the table, the codes by hand, the products, and that nothing else changes."""
+"""Quantised models: the table, the codes by hand, the products, and that nothing else changes."""
 import copy
 import weakref
 from dataclasses import replace
@@ -103,7 +103,7 @@ def test_nf4_by_hand():
     assert full[0, :5].tolist() == pytest.approx([2, -2, 2 * PUBLISHED[9], 2 * PUBLISHED[6], 0])
     assert full[0, 64:].tolist() == pytest.approx([0.5, 0.5 * PUBLISHED[10]])
     zeros = NF4(torch.eye(2, 130)).full(torch.float32)[:, 64:]
-    assert not zeros.any(), "a block of zeros stays exact beside others"
+    assert not zeros.any(), "a block of zeros stays exact whatever its neighbours are"
 
 
 # --- the product
@@ -160,7 +160,7 @@ def test_a_copy_shares_what_is_not_quantised_and_nothing_else(kind):
 
 
 def test_costs_by_bytes():
-    """Without quantisation they are those by weights."""
+    """Without quantisation they only count weights."""
     m = make(replace(FAMILIES["llama"], n_layers=2, dim=256, hidden_dim=512))
     c, weights = byte_costs(m), weight_costs(m.c)
     assert c.step(range(4), 0.5) == pytest.approx(weights.step(range(4), 0.5))

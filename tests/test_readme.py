@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import generate
-from support import search
+from support import generate, report, search
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -24,7 +23,7 @@ def test_example_prints_what_its_comments_say(capsys, monkeypatch):
 
 def test_the_readers_own_drafter_writes_the_same_text(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(generate, "REPEATS", 1)
+    monkeypatch.setattr(report, "REPEATS", 1)
     Path("mine.py").write_text(re.search(r"```python\n(# mine.py.*?)```", README, re.S)[1])
     command = re.search(r"`python generate.py ([^`]*mine.py[^`]*)`", README)[1]
     assert generate.main([*shlex.split(command), "--dtype", "float32", "--max-new", "40"]) == 0
@@ -46,9 +45,14 @@ def test_every_quoted_command_and_link_works(monkeypatch):
             assert link.startswith("https://") or (page.parent / link).exists(), link
 
 
+def test_the_picture_of_the_house_shows_every_file_at_the_root():
+    shown = re.findall(r"\w+\.py", (ROOT / "docs" / "house.svg").read_text(encoding="utf-8"))
+    assert sorted(shown) == sorted(path.name for path in ROOT.glob("*.py"))
+
+
 LIBRARY = ["files", "model", "kvcache", "sampling", "verification", "drafter", "speculative", "layerskip",
            "control", "families", "checkpoint", "search", "minimal"]   # each imports only earlier ones
-ALSO = {"support": {"methods", "machine"}, "search": {"support"}}     # which is a command, too
+ALSO = {"support": {"methods", "machine"}, "search": {"support"}}     # which is also a command
 
 
 @pytest.mark.parametrize("name", [*LIBRARY, "methods", "machine", "support"])

@@ -144,7 +144,7 @@ def test_a_used_cache_needs_no_cleaning_and_keeps_its_recordings(models, truth):
 @each_family
 @pytest.mark.parametrize("name", ["exit, stopped", "skip", "model"])
 def test_new_caches_replay_what_was_recorded_with_others(models, truth, monkeypatch, family, name):
-    """Of a draft with its own cache, too, and while others are still in use: contents change places."""
+    """Even for a draft with its own cache, and while others are still in use: contents change places."""
     m, replays = on_paper(models[family].model), []
     own = m.alongside(small(m))
     replay = Tape.replay
@@ -239,7 +239,7 @@ def test_a_wrong_recording_is_refused(models, monkeypatch, spoil, why):
     assert fast.replays() == (spoil not in (rounded, broken)), "the head has no keys"
 
 
-# --- CUDA, on paper
+# --- CUDA, simulated
 
 
 @each_family

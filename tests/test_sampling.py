@@ -162,15 +162,6 @@ def test_a_token_of_weight_zero_is_never_chosen():
     compare(Fixed(0.0, 0.5, ALMOST_ONE).choose(torch.eye(3)[[1, 1, 1]]), [1, 1, 1], {}, "the weights 0 1 0")
 
 
-def test_choices_have_any_shape_of_rows():
-    weights = some_logits(2, 3, 5).abs()
-    flat = Coins(3).choose(weights.view(6, 5))
-    promise(flat.dtype == torch.long, "weights (6, 5)", "ids in int64", str(flat.dtype))
-    compare(Coins(3).choose(weights), flat.view(2, 3), {}, "the same weights as (2, 3, 5)")
-    one = Coins(3).choose(weights[0, 0])
-    promise(one.shape == (), "weights (5,)", "an id of shape ()", str(tuple(one.shape)))
-
-
 # --- in which order the library spends them
 
 
@@ -196,7 +187,7 @@ class Ledger(Coins):
 
 @pytest.mark.parametrize("room, K", [(9, 3), (3, 2)])
 def test_a_round_spends_drafts_then_flips_then_one_choice(room, K):
-    """And no more drafts are drawn than can be emitted beside the token that comes after them."""
+    """And no more drafts are drawn than can be emitted before the token that comes after them."""
     coins, draft = Ledger(), ModelDraft(make(GEMMA, 1), 3)
     next(rounds(make(LLAMA), PROMPTS, room, draft, warm, coins))
     assert coins.spent == [("choose", 4)] * K + [("flip", 4, K), ("choose", 4)]

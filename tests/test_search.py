@@ -53,7 +53,7 @@ def test_speedup_by_hand(family, probs, last):
         c = (sum(sizes[i] for i in subs) + head) / (sum(sizes) + head)
         gains = [expected_tokens_along(series, g) / (g * c + 1 + (last - 1) * g / 16) for g in range(1, 17)]
         t = speedup(calibration, costs, subs)
-        assert t.speedup == t.value == pytest.approx(max(gains)) == gains[t.gamma - 1]
+        assert t.speedup == pytest.approx(max(gains)) == gains[t.gamma - 1]
         assert (t.cost, t.alpha) == pytest.approx((c, float(torch.cat(series).mean())))
         assert last < 60 or (t.gamma == 1 and t.speedup < 1)
 
@@ -74,7 +74,7 @@ def run(space, worth, count, seed=0, entries=()):
     """The entries that a search for the best set adds."""
     def evaluate(sublayers):
         z = tuple(int(sub not in sublayers) for sub in space.skippable)
-        return Trial(worth(z), 0.0, 0.0, 1, 0.0)
+        return Trial(worth(z), 0.0, 0.0, 1)
     return list(search.search(space, evaluate, count, seed, entries))
 
 
@@ -96,7 +96,7 @@ def test_sets_that_may_be_tried():
 def test_it_finds_the_optimum_within_sixty_trials():
     values = planted(10, 2)
     entries = run(Space(8, tuple(range(2, 12))), values.get, 60)
-    assert max(e["value"] for e in entries) == max(values.values())
+    assert max(e["speedup"] for e in entries) == max(values.values())
     assert len(set(sets(entries))) == 60
     fits = [e["theta"] for e in entries]
     assert fits[9] is None and fits[10] == fits[14] != fits[15] == fits[19], "a fit lasts five trials"
@@ -117,7 +117,7 @@ def test_a_trial_follows_from_the_seed_and_the_trials_before_it():
 
 @pytest.fixture
 def flags(tmp_path, monkeypatch):
-    """A command line, beside a model whose drafts are worth something, a text and costs."""
+    """A command line, with a model whose drafts are worth something, a text and costs."""
     monkeypatch.chdir(tmp_path)
     model = make(replace(LLAMA, **SMALL)).float()
     for b in model.blocks[1:]:
@@ -143,7 +143,7 @@ def test_a_run_finds_the_best_set_at_the_costs_of_a_file(call, flags):
         alpha = float(torch.cat([teacher.acceptance(subs, short) for teacher in teachers]).mean())
         c = (sum((1, 2.5, 1, 2, 0, 2)[i] for i in subs) + 1.5 * 16 / 64 + 2) / 12
         assert (e["alpha"], e["c"]) == pytest.approx((alpha, c))
-        assert e["value"] < max(e["value"] for e in entries) or cli.read_skip("out/skip.json", 3) == subs
+        assert e["speedup"] < max(e["speedup"] for e in entries) or cli.read_skip("out/skip.json", 3) == subs
 
 
 def test_where_nothing_is_gained_the_advice_is_not_to_draft():
@@ -159,7 +159,7 @@ def killed(argv):
 
 
 def test_a_search_that_was_killed_goes_on_where_it_was(call, flags):
-    """Wherever in its log that was. Another search starts anew, and says so."""
+    """Wherever in its log that was. Another search starts from nothing, and says so."""
     process = multiprocessing.get_context("fork").Process(target=killed, args=[flags()])
     process.start()
     process.join(60)

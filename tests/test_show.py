@@ -7,7 +7,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import LLAMA, PROMPTS, make, make_round, oracle
@@ -15,7 +14,6 @@ from tokenizers import Tokenizer, decoders, models
 
 from drafter import NGram
 from layerskip import SelfDraft
-from sampling import to_probs
 from speculative import generate, rounds
 from support import show
 from support.show import Generation, Stream, origins, paint
@@ -46,17 +44,6 @@ def test_origins_of_real_runs():
                     "accepted" if drafts[i : i + 1] == [t] else last if drafts else "plain"
                     for i, t in enumerate(row)]
         assert [[t.id for t in row] for row in seen.rows] == generate(model, PROMPTS, 20, eos=eos)[0]
-
-
-def test_probability_of_each_token_is_the_targets_own():
-    model, prompt = make(LLAMA), PROMPTS[0]
-    probs = lambda logits: to_probs(logits, 2.0, top_k=3)  # noqa: E731
-    seen = Generation(Letters(), [prompt])
-    for _ in seen.watch(rounds(model, [prompt], 9, SelfDraft(model, range(6), 2), probs)):
-        pass
-    ids = [t.id for t in seen.rows[0]]
-    p = model(torch.tensor([prompt + ids]))[0].softmax(-1)[len(prompt) - 1 : -1]
-    assert [t.p for t in seen.rows[0]] == pytest.approx(p[range(9), ids].tolist())
 
 
 def test_when_to_colour(monkeypatch):

@@ -1,4 +1,4 @@
-"""Counts, stopwatches, and drafted decoding beside plain decoding."""
+"""Counts, stopwatches, and drafted decoding compared with plain decoding."""
 from types import SimpleNamespace
 
 import pytest

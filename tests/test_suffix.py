@@ -32,8 +32,8 @@ def drafts(m, drafter, texts):
     (Suffix(8), [1, 2, 3, 4, 5, 6, 1, 2], [3, 4, 5, 6]),
     (Suffix(3), [1, 2, 3, 4, 5, 6, 1, 2], [3, 4, 5]),
     (Suffix(8, factor=1.0), [1, 2, 3, 4, 5, 6, 1, 2], [3, 4]),
-    (Suffix(8, least=0.6), [1, 2, 1, 3, 1], []),        # either had a chance of a half
-    (Suffix(8, least=0.5), [1, 2, 1, 3, 1], [2, 1]),    # after 1, 2 there was only 1
+    (Suffix(8), [1, 2, 1, 3, 1, 4, 1, 5, 1], []),       # each had a chance of a quarter
+    (Suffix(8), [1, 2, 1, 3, 1], [2, 1]),               # a half, and after 1, 2 there was only 1
     (Suffix(8), [1, 2, 4, 1, 3, 1, 2, 5, 1, 3, 8, 1], [2]),     # 2 had a chance of 1/2, and 4 after it of 1/4
     (Suffix(8), [7, 7, 7, 7], [7, 7]),                  # no further than the text itself went
     (Suffix(8), [1, 2, 3], [])])

@@ -126,7 +126,7 @@ test_one_wait_a_round = promises.one_wait_a_round(
 
 @each_family
 def test_a_round_of_a_tree_is_a_chain(models, family):
-    """A Round holds what belongs to the accepted path; and the cache is that of a pass over the text."""
+    """A Round holds what belongs to the accepted path; and the cache is what a pass over the text leaves."""
     m, seen, drafter = models[family], Counter(), Grove([[0, 0, 1, 2, 2, 0, 5]])
     drafter.taps = (3, 11)
     near = lambda a, b: (a - b).abs().max() < 1e-9  # noqa: E731
@@ -234,7 +234,7 @@ def test_rank_acceptance_by_hand():
 def test_measured_ranks_are_what_first_families_accept(models):
     m, text = models["llama"], [1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8, 2, 11, 3, 3, 5]
     teacher = Teacher(m, text, warm)
-    ranks = rank_acceptance(to_probs(teacher.p.log()), teacher.draft(range(8)), 3)
+    ranks = rank_acceptance(to_probs(teacher.p.log()), teacher.q(range(8)), 3)
     prefixes = [text[: i + 1] for i in range(len(text))]
     _, r = next(rounds(m, prefixes, 4, Siblings(SelfDraft(m, range(8), 1), [1, 1])))
     assert r.accepted.double().mean() == pytest.approx(sum(ranks)) and 0 < ranks[1] + ranks[2]

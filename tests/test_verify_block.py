@@ -66,7 +66,7 @@ def accepted(judge, p, q, copied=None):
 @given(st.data(), st.integers(1, 2))
 @settings(max_examples=15, deadline=None)
 def test_any_p_keeps_its_law(judge, data, K):
-    """Whatever q is, the text is p's: chains, which are trees, too."""
+    """Whatever q is, the text is p's. Chains are also trees."""
     p, q = data.draw(laws(K + 1)), data.draw(laws(K))
 
     def text(coins):

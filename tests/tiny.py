@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from drafter import Draft, Rule
 from model import Config, Placement, Transformer
 from sampling import Coins, to_probs
-from speculative import Round, rounds
+from speculative import Round, State, rounds
 from support.page import Player
 
 torch.set_num_threads(1)  # these models are too small to share
-DEVICES = ["cpu", "cuda"]  # conftest.py: of paper, where there is none
+DEVICES = ["cpu", "cuda"]  # conftest.py: a simulated one, where there is none
 
 LLAMA = Config(vocab_size=17, dim=32, n_layers=6, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48,
                max_len=64)
@@ -156,6 +156,14 @@ def plant(parents, law_at, coins):
 def tree(folder):
     """All that a folder holds."""
     return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+def state_of(known, left, probs=warm, coins=None):
+    """The State of a loop without a model, between two rounds."""
+    S = max(map(len, known)) + 9
+    tokens = torch.tensor([text + [0] * (S - len(text)) for text in known])
+    n = torch.tensor([len(text) for text in known])
+    return State(tokens, n, known, left, None, None, probs, coins, (), torch.arange(S)[None])
 
 
 def make_round(new, accepted, proposed, tokens=None, q=None, vocab=9):

@@ -82,19 +82,20 @@ def test_the_specifications_are_true():
 # --- an answer takes its place in the library
 
 
+AGAINST = "    q, ratio, live = against(p, q, tokens, length)"
 REFUSED = [  # number of the exercise, what is changed, and the one line that says so
     (2, ("if scaling is None:", "if scaling is None"), "line 9: this is not Python yet"),
     (3, ("def forward", "def backward"), "`RMSNorm.forward` is not there any more"),
     (5, ("        G = N - 2", "        from numpy import dot as G"), "line 7: it imports numpy; its arrays"),
     (5, ("        G = N - 2", "        from torch import os as G"), "line 7: `os` goes around"),
-    (9, ("    B, K = tokens.shape", "    B = getattr(torch, 'sys').modules"), "line 19: `sys` goes around"),
-    (9, ("    B, K = tokens.shape", "    import test_by_outcomes as B"), "line 19: .* these are the tests"),
+    (9, (AGAINST, "    B = getattr(torch, 'sys').modules"), "line 21: `sys` goes around"),
+    (9, (AGAINST, "    import test_by_outcomes as B"), "line 21: .* these are the tests"),
     (3, ("    def forward", "    def helper(self):\n        return 1\n\n    def forward"),
      "line 2: put `helper` outside of its class"),
-    (9, ("    B, K = tokens.shape", "    return verify_tree(p, tokens, tokens, coins, q)"),
-     "line 19: `verify_tree` would do the work"),
-    (9, ("    B, K = tokens.shape", "    from verification import verify_block as verify_it"),
-     "line 19: `verify_block` would do the work"),
+    (9, (AGAINST, "    return verify_tree(p, tokens, tokens, coins, q)"),
+     "line 21: `verify_tree` would do the work"),
+    (9, (AGAINST, "    from verification import verify_block as verify_it"),
+     "line 21: `verify_block` would do the work"),
     (15, ("    B, K = tokens.shape", "    return verification.verify_block(p, q, tokens, coins)"),
      "line 21: `verify_block` would do the work"),
     (16, ("    @property\n", ""), "line 2: the signature .* under `@property`")]
@@ -215,14 +216,14 @@ def test_one_clear_line_for_each_kind_of_accident(out):
     assert found[6]["message"].startswith("the process ended before the tests did (status 0)")
     assert found[8]["message"].startswith("line 1: it cannot be imported: ImportError")
     assert "'nothing' is not defined\nraised at     line 21: token =" in found[10]["message"]
-    assert found[10]["line"] == 21 and "test_by_outcomes.py::test_chain_" in found[10]["test"]
+    assert found[10]["line"] == 21 and "test_chain.py::test_chain_" in found[10]["test"]
     assert found[9]["message"].startswith("there is no 09_verify.py")
 
 
 def test_marks_add_up_whatever_one_answer_does(out, tmp_path):
     """What breaks the grader itself costs no other exercise its marks."""
     put_answer(out, "8", "True", "True")
-    put_answer(out, "9", "B, K = tokens.shape", "B, K = tokens.shape" + " + ()" * 9000)
+    put_answer(out, "9", AGAINST, AGAINST + " + ()" * 9000)
     graded(out, "--gradescope", file := tmp_path / "results.json")
     found = json.loads(file.read_text())
     assert {test["name"]: test["score"] for test in found["tests"] if test["score"]} == {"Coins.choose": 4}

@@ -7,7 +7,8 @@ from itertools import accumulate
 
 import pytest
 import torch
-from teach import compare, learns, look, promise, same_law, short
+from teach import compare, look, promise, same_law, short
+from test_answers import learns
 from test_sampling import from_p
 from tiny import warm, wide
 

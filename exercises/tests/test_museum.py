@@ -220,7 +220,7 @@ def test_the_numbers_of_the_exam():
     exam = Path(museum.__file__).with_name("exam.md").read_text(encoding="utf-8").replace("\n", " ")
     p, q = [0.6, 0.3, 0.1], [0.3, 0.3, 0.4]
     assert sum(map(min, p, q)) == pytest.approx(0.7)
-    from_p = (("residual = (p - q).clamp_(min=0)", "residual = p"),)
+    from_p = (("residual = (residual - q).clamp_(min=0)", "residual = p"),)
     wrong = museum.of_verify("", from_p, [p, [1, 0, 0]], [q])
     law = [laws(wrong)[0][t, 0] for t in range(3)]
     assert law == pytest.approx([0.48, 0.39, 0.13]) and off(wrong) == pytest.approx(0.12)

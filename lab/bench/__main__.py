@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import sys
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -64,9 +65,10 @@ READS = {   # the flags of each, beside --out
     "self": (*RUN, "fast", "skip", "draft-vocab", "draft-model", "prompts", "only"),
     "dynamic": (*RUN, "fast", "skip", "draft-vocab", "only"),
     "quant": RUN, "block": (*LOADS, "new", "quick", "skip", "prompts", "heads"),
-    "heads": (*RUN, "fast", "prompts", "heads"), "real": (*RUN, "fast", "prompts", "heads", "only"),
+    "heads": (*RUN, "fast", "prompts", "heads"),
+    "real": (*RUN, "fast", "prompts", "heads", "draft-model", "only", "dither", "gguf"),
     "search": (*LOADS, "new", "repeats"), "beyond": ("model", "device", "new", "quick", "twin"),
-    "exact": (*LOADS, "new", "repeats", "fast")}
+    "exact": (*LOADS, "new", "repeats", "fast", "prompts")}
 
 
 def at_least(least):
@@ -95,12 +97,23 @@ FLAGS = {
     "draft-model": dict(metavar="DIR", default=os.path.relpath(WEIGHTS / "stories-draft"),
                         help="a small model with the same tokenizer"),
     "prompts": dict(nargs="+", metavar="KIND", choices=(*SETS, *KINDS),
-                    help=f"only these of {', '.join(SETS)}; real: {', '.join(KINDS)}"),
+                    help=f"only these of {', '.join(SETS)}; block: {', '.join(KINDS)}"),
     "only": dict(nargs="+", metavar="WORD", help="only ways to draft with one of these words in their names, "
                  "and plain decoding; llama.cpp (real) only if named"),
     "heads": dict(metavar="DIR", help="heads, real: trained heads (MODEL/heads); block: one"),
+    "dither": dict(action="store_true", help="first add noise to the target's weights, uniform and as wide "
+                   "as a step of int4: weights that came in 4 bits lie on a grid, which flatters int4, and "
+                   "with the noise its gain is a lower bound"),
+    "gguf": dict(metavar="FILE", help="with --only llama.cpp: --model in a GGUF file (default: SmolLM2)"),
     "twin": dict(metavar="DIR", help="a model trained plainly, beside --model"),
     "out": dict(metavar="PATH", help="write PATH.json and PATH.md")}
+OTHERWISE = {   # flags that mean something else to one command
+    "exact": {"prompts": dict(nargs=None, choices=None, type=at_least(1), metavar="N", default=None,
+                              help="of N prompts, how many drafted texts equal plain decoding's")},
+    "real": {
+        "new": dict(default=48), "quick": dict(default=1), "draft-model": dict(default=None),
+        "prompts": dict(choices=None, help=f"only these of {', '.join(KINDS)}; or a file of prompts, one per "
+                        'line, in .jsonl {"prompt": ...}')}}
 
 
 class Flags(argparse.Namespace):
@@ -118,7 +131,7 @@ def parse(argv):
         one = kinds.add_parser(what, usage=f"python -m lab.bench {what} [flags]", allow_abbrev=False)
         one.set_defaults(device="cpu")
         for flag in (*flags, "out"):
-            one.add_argument(f"--{flag}", **FLAGS[flag])
+            one.add_argument(f"--{flag}", **FLAGS[flag] | OTHERWISE.get(what, {}).get(flag, {}))
     a = p.parse_args(argv, Flags())
     if a.out is not None:
         if not os.path.basename(a.out).strip("."):
@@ -136,7 +149,8 @@ def run(argv):
         text, data = RUNS[a.what](a)
     except ModuleNotFoundError as e:
         raise ValueError(f"{e.name} is not installed: see requirements-dev.txt") from None
-    data = {"flags": vars(a), "machine": a.machine, "torch": torch.__version__, **data}
+    data = {"flags": vars(a), "machine": a.machine, "torch": torch.__version__,
+            "date": date.today().isoformat(), **data}
     print(text)
     if a.out:
         write_file(Path(a.out + ".json"), json.dumps(data, indent=1) + "\n")

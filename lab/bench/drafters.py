@@ -29,6 +29,7 @@ from support.stats import Timed, parting
 from verification import verify
 
 GAMMAS = 1, 2, 3, 4, 6
+SHORT = 8       # tokens that a method writes to warm up
 READS = "spread", "after", "rise", "join"   # the first of these methods that a head has reads its matrices
 COLUMNS = {"tokens/s": "{tokens_per_second:.0f}", "ratio to plain": "{ratio:.2f}",
            "predicted": "{predicted:.2f}", "by weights": "{by_weights:.2f}", "tau": "{tau:.2f}",
@@ -64,24 +65,26 @@ class Method:
 
 class Bench:
     """Some prompts and one way of sampling: models[dtype] = (target, small model or None), first the timed
-    ones, last those in float64. heads: those that draft for the timed target."""
+    ones, last those in float64, which are left out if a row of logits has the same bits in every block.
+    heads: those that draft for the timed target. warm: whether each method first writes a short text."""
 
-    def __init__(self, models, prompts, flags, new, repeats, heads=(), judge=verify):
+    def __init__(self, models, prompts, flags, new, repeats, heads=(), judge=verify, warm=True):
         self.models, self.prompts, self.heads, self.judge = [*models.values()], prompts, heads, judge
         self.model, self.small = self.models[0]
         self.greedy, self.probs = not flags, partial(to_probs, **flags)
         self.new, self.repeats, self.costs = new, repeats, weight_costs(self.model.c)
+        self.warm = warm
 
-    def steps(self, i, drafter, model):
-        return rounds(model, [self.prompts[i]], self.new, drafter, self.probs, Coins(i), model.c.eos,
+    def steps(self, i, drafter, model, new=None):
+        return rounds(model, [self.prompts[i]], new or self.new, drafter, self.probs, Coins(i), model.c.eos,
                       verify=self.judge)
 
-    def write(self, make, i):
-        """Prompt i, timed and metered."""
+    def write(self, make, i, new=None):
+        """Prompt i, timed and metered. new: how many tokens, if not as many as usual."""
         s = Sample([], 0.0)
         with metered([m for m in (self.model, self.small) if m], self.heads) as spent:
             timed = Writing(make(self.model, self.small), spent)
-            for _, r in self.steps(i, timed, self.model):
+            for _, r in self.steps(i, timed, self.model, new):
                 s.ids += r.new[0]
                 s.rounds.append((int(r.accepted[0]), int(r.proposed[0])))
         s.decode, s.drafting = sum(timed.seconds.values()), timed.seconds["draft"]
@@ -102,27 +105,36 @@ class Bench:
                     raise RuntimeError(f"{name} differs from plain decoding in float64 on prompt {i}")
 
     def run(self, methods, title):
-        """All methods on each prompt, one after another, again and again, after a warm-up on one prompt."""
-        for repeat in range(self.repeats + 1):
+        """All methods on each prompt, one after another, again and again, after a warm-up."""
+        for m in methods.values() if self.warm else ():
+            if m.ask:
+                m.ask(self.prompts[0])
+            else:
+                self.write(m.start(), 0, SHORT)
+        for _ in range(self.repeats):
             makers = {name: m.start() for name, m in methods.items()}
-            for i in tqdm(range(len(self.prompts) if repeat else 1), title, disable=None):
+            for i in tqdm(range(len(self.prompts)), title, disable=None):
                 for name, m in methods.items():
                     sample = m.ask(self.prompts[i]) if m.ask else self.write(makers[name], i)
-                    if repeat:
-                        m.samples.setdefault(i, []).append(sample)
+                    m.samples.setdefault(i, []).append(sample)
 
     def table(self, methods, texts, title, checked=None):
         """{method: row}, with "parted": where greedy texts part from plain decoding in the timed dtype.
         texts: see `pilot`; checked: prompts whose texts are compared in float64, by default all."""
         prompts = checked or range(len(self.prompts))
-        if self.greedy:
+        if self.greedy and len(self.models) > 1:
             self.check_texts(methods, prompts)
         ours = [m for m in methods.values() if not m.ask]       # what a GPU has not recorded by then is eager
         self.model.rehearse(lambda: [
             self.write(make, i) for make in [m.start() for m in ours] for i in prompts])
         self.run(methods, title)
         plain = methods["plain"]
-        return {name: row(m, plain, texts) | m.facts | {"parted": self.parted(m, plain)}
+        parted = {name: self.parted(m, plain) for name, m in methods.items()}
+        for name, m in methods.items():
+            if parted[name] and not m.ask and len(self.models) == 1:
+                raise RuntimeError(f"{name} differs from plain decoding, though a row of logits has the same "
+                                   f"bits in every block: {parted[name]}")
+        return {name: row(m, plain, texts) | m.facts | {"parted": parted[name]}
                 for name, m in methods.items()}
 
     def parted(self, m, plain):
@@ -252,11 +264,16 @@ def their_methods(a, bench, exit_layer, helper=None):
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    open_ = partial(AutoModelForCausalLM.from_pretrained, dtype=getattr(torch, a.dtype))
-    model, helper = (folder and open_(folder).to(a.device) for folder in (a.model, helper))
     sampling = bench.probs.keywords
 
+    @cache
+    def opened(folder):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, a.dtype)).to(a.device)
+
     def ask(flags, ids):
+        model = opened(a.model)
+        if "assistant_model" in flags:
+            flags = flags | {"assistant_model": opened(helper)}
         tokens = torch.tensor([ids], device=a.device)
         start = time.perf_counter()
         with torch.no_grad():
@@ -342,10 +359,12 @@ def drafting(m, samples, plain, texts):
     return r
 
 
-def header(a, repeats, more=""):
+def header(a, repeats, checked="in float64"):
+    """The lines above a table. checked: how greedy texts of ours were compared with plain decoding's; and
+    more."""
     return [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new "
             f"tokens after each prompt, {repeats} interleaved runs: medians, of ratios the geometric mean "
-            f"over the prompts; every greedy text of ours is that of plain decoding in float64{more}", ""]
+            f"over the prompts; every greedy text of ours is that of plain decoding {checked}", ""]
 
 
 def markdown(a, repeats, results):

@@ -134,7 +134,7 @@ def run(a):
         methods, names = all_methods(model.c, skip, vocab, trained, costs)
         check_only(a.only, methods)
         results[title] = column(bench, chosen(methods, a.only), names, kinds, title)
-    lines = header(a, repeats, " on the first prompt of each kind; regret against the best fixed draft, or "
-                   "none, of each prompt; the last columns are ratios by the clock")
+    lines = header(a, repeats, "in float64 on the first prompt of each kind; regret against the best fixed "
+                   "draft, or none, of each prompt; the last columns are ratios by the clock")
     data = {"results": results, "kinds": kinds, "cost_table": vars(costs)}
     return page(lines + tables(results, COLUMNS)), data

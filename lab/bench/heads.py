@@ -88,5 +88,5 @@ def run(a):
         bench = Bench(models, prompts, {"temperature": T} if T else {}, a.new, repeats, own.values())
         results[title] = column(bench, found, title)
     data = {"results": results, "heads": facts}
-    lines = header(a, repeats, "; c and block: by the clock of the loop; by ranks: Sequoia's formula")
+    lines = header(a, repeats, "in float64; c and block: by the clock; by ranks: Sequoia's formula")
     return page(lines + figures(facts.items(), FACTS, "heads") + tables(results, COLUMNS)), data

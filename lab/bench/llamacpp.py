@@ -1,4 +1,5 @@
-"""llama.cpp on SmolLM2: in bfloat16, as this library reads it, and in the few bits that it came in.
+"""llama.cpp on SmolLM2, or on another GGUF file: in bfloat16, as this library reads it, and in the few bits
+that it came in.
 
 It needs the package llama-cpp-python, built for the machine that it runs on.
 """
@@ -19,8 +20,8 @@ from support.measure import interleave
 WIDTHS = 1, 2, 3, 4, 8, 16
 
 
-def opened(reach):
-    """{name: Llama} for texts of up to `reach` tokens."""
+def opened(reach, file=None):
+    """{name: Llama} for texts of up to `reach` tokens. file: the GGUF file, by default SmolLM2's."""
     from llama_cpp import Llama, llama_cpp
     from llama_cpp._logger import set_verbose
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
@@ -30,10 +31,11 @@ def opened(reach):
     open_ = partial(Llama, n_ctx=reach, verbose=False, n_threads=torch.get_num_threads(),
                     n_threads_batch=torch.get_num_threads())
     set_verbose(False)
+    file = file or str(smollm())
     with tempfile.TemporaryDirectory() as folder:
         wide = Path(folder) / "wide.gguf"
-        llama_cpp.llama_model_quantize(bytes(smollm()), bytes(wide), ctypes.byref(how))
-        files = {"bfloat16": str(wide), "Q4_1": str(smollm())}
+        llama_cpp.llama_model_quantize(file.encode(), bytes(wide), ctypes.byref(how))
+        files = {"bfloat16": str(wide), "as it came": file}
         plain = {f"llama.cpp, {bits}": open_(path) for bits, path in files.items()}
         return plain | {f"llama.cpp, {bits}, lookup": open_(path, draft_model=lookup, logits_all=True)
                         for bits, path in files.items()}
@@ -43,7 +45,8 @@ def ways(models, c, new):
     """{name: Method} of what `opened` returned: greedy, up to `new` tokens. c: the Config of the model beside
     it. Raises ValueError if that is another one."""
     if any(llama.n_vocab() != c.vocab_size for llama in models.values()):
-        raise ValueError("llama.cpp has SmolLM2 here, and --model another vocabulary: make smollm")
+        raise ValueError("llama.cpp has another vocabulary than --model: name its file with --gguf, or take "
+                         "SmolLM2 (make smollm)")
     return {name: Method(ask=partial(ask, llama, new, c.eos)) for name, llama in models.items()}
 
 

@@ -71,9 +71,9 @@ def random_search(space, worth, seed, count):
 def gaussian_process(space, worth, seed, count):
     def trial(sublayers):
         z = tuple(int(sub not in set(sublayers)) for sub in space.skippable)
-        return Trial(worth(z), 0.0, 0.0, 0, 0.0)
+        return Trial(worth(z), 0.0, 0.0, 0)
 
-    return [entry["value"] for entry in search(space, trial, count, seed)]
+    return [entry["speedup"] for entry in search(space, trial, count, seed)]
 
 
 METHODS = {"Gaussian process": gaussian_process, "random": random_search}
@@ -102,9 +102,9 @@ def over_everything(a, model, calibration, prompts):
     L, costs = model.c.n_layers, measure_costs(model, repeats=100)
     space, score = Space(L, tuple(range(2, 2 * L))), partial(speedup, calibration, costs)
     exits = [early_exit(L, e) for e in range(1, L)]
-    found = max(search(space, score, TRIALS), key=lambda e: e["value"])["bits"]
+    found = max(search(space, score, TRIALS), key=lambda e: e["speedup"])["bits"]
     sets = {"found by the search": space.sublayers([int(b) for b in found]),
-            "best early exit": max(exits, key=lambda subs: score(subs).value)}
+            "best early exit": max(exits, key=lambda subs: score(subs).speedup)}
     seen = {}
     for name, subs in sets.items():
         t = score(subs)

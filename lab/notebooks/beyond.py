@@ -1,11 +1,11 @@
 # %% [markdown]
 # # Beyond: four ideas, rebuilt small
 #
-# Four more ways to draft, or to need fewer passes. M2R2 has no public code. ProphetNet and HAMburger need
-# training on a scale that few people can repeat. The last idea is a draft that reads only a part of the
-# text. Here each of them is a **reconstruction**: our reading of the paper, at a scale where one can look
-# at it. None of the figures below speaks for the original. But each paper leaves a question open that we
-# can try to answer.
+# Four more ways to draft, or to need fewer passes. M2R2 has no public code. ProphetNet and
+# HAMburger need training on a scale that few people can repeat. The last idea is a draft that reads
+# only a part of the text. Here each of them is a **reconstruction**: our reading of the paper, at a
+# scale where one can look at it. None of the figures below speaks for the original. But each paper
+# leaves a question open that we can try to answer.
 #
 # | system | the question |
 # |---|---|
@@ -17,8 +17,9 @@
 # > **Whatever drafts, the check is the same, and so is the text. What is not
 # > checked is another model.**
 #
-# The training runs in this notebook take seconds, and only show how each idea works. The answers are those
-# of `python -m lab.bench beyond`, which trains for half an hour; they are quoted at each section's end.
+# The training runs in this notebook take seconds, and only show how each idea works. The answers
+# are those of `python -m lab.bench beyond`, which trains for half an hour; they are quoted at each
+# section's end.
 #
 # You need notebooks [6](../../notebooks/06_layer_skipping.ipynb) and
 # [9](../../notebooks/09_trained_heads.ipynb). About 35 minutes.
@@ -41,7 +42,9 @@ from lab.plots import running_mean
 from notebooks import plots
 
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
-c, device, L = model.c, model.tok.device, model.c.n_layers
+c = model.c
+device = model.tok.device
+L = model.c.n_layers
 LONG = ROOT / "lab" / "notebooks" / "beyond.json"   # python -m lab.bench beyond --out lab/notebooks/beyond
 long = json.loads(LONG.read_text(encoding="utf-8")) if LONG.is_file() else {}
 later = Markdown("*The long run has not been made yet.*")
@@ -50,8 +53,8 @@ later = Markdown("*The long run has not been made yet.*")
 # ## The text to learn from
 #
 # Three of the four learn, and they learn from text that the model writes itself, drawn from its own
-# distribution. So its training data is not needed, and the head learns the kind of text that it will have
-# to draft.
+# distribution. So its training data is not needed, and the head learns the kind of text that it
+# will have to draft.
 
 # %%
 length = min(64, c.max_len)
@@ -64,17 +67,17 @@ print(tokenizer.decode(held_out[:60].tolist()))
 # ## M2R2: a row that runs ahead
 #
 # A token's state changes from block to block, slowly. M2R2 (Mixture of Multi-rate Residuals) puts a
-# second row beside it, which runs through the *same* first blocks, with a small low-rank map added to
-# each of them. It is trained to be, after block i, where the ordinary row will be much further up. After
-# E blocks it should stand where the ordinary one stands at the end, and there it drafts. (In a mixture of
-# experts it would also tell early which experts to load. Our models have none, so this part has no
-# counterpart here.)
+# second row beside it, which runs through the *same* first blocks, with a small low-rank map added
+# to each of them. It is trained to be, after block i, where the ordinary row will be much further
+# up. After E blocks it should stand where the ordinary one stands at the end, and there it drafts.
+# (In a mixture of experts it would also tell early which experts to load. Our models have none, so
+# this part has no counterpart here.)
 #
-# The fast row reads the ordinary keys and values, and writes nothing. So the cache stays that of the
-# target, and what is handed over to the check is the ordinary row, as in any early exit.
+# The fast row reads the ordinary keys and values, and writes nothing. So the cache stays that of
+# the target, and what is handed over to the check is the ordinary row, as in any early exit.
 #
-# Kangaroo's adapter (one attention on top of the exit) is its natural rival: we give both the same number
-# of weights.
+# Kangaroo's adapter (one attention on top of the exit) is its natural rival: we give both the same
+# number of weights.
 
 # %%
 from lab.bench.beyond import taught
@@ -88,8 +91,8 @@ for name, head in heads.items():
     print(f"{name:10} {head.count():8,} weights of its own")
 
 # %% [markdown]
-# In these few seconds neither of them learns anything that could be seen: that takes the long run below.
-# But the check already makes both exact:
+# In these few seconds neither of them learns anything that could be seen: that takes the long run
+# below. But the check already makes both exact:
 
 # %%
 from speculative import generate
@@ -105,8 +108,8 @@ for name, head in heads.items():
 # **Try it:** set `E` to half of the blocks. What is left for the adapters to gain?
 #
 # <details><summary>Answer</summary>
-# Hardly less than before: on this model the curve of the exits is flat there (notebook 6). But each drafted
-# token then runs three times as many blocks.
+# Hardly less than before: on this model the curve of the exits is flat there (notebook 6). But each
+# drafted token then runs three times as many blocks.
 # </details>
 #
 # The answer, with the same number of training tokens and of weights for each:
@@ -124,21 +127,22 @@ if SHIPPED and long:                                            # differences be
 Markdown("\n".join(beyond.m2r2_lines(long["m2r2"]))) if long else later
 
 # %% [markdown]
-# No. After exit 2 and on the model without trained exits Kangaroo's adapter is right more often; after
-# exits 4 and 6 the two cannot be told apart.
+# No. After exit 2 and on the model without trained exits Kangaroo's adapter is right more often;
+# after exits 4 and 6 the two cannot be told apart.
 #
 # ## ProphetNet: to predict more than one token
 #
-# A language model learns to say the next token. ProphetNet trains it in several *streams*. The first is
-# the model as it is. For each of the others a row beside each token starts from an embedding of its own,
-# and predicts the token after the next, the one after that, and so on. It sees what its token sees, and
-# no other row sees it. It was published as a way to write better texts, not to write faster. But a row
-# that looks ahead is just what drafts in `Transfer` with t = 0 (lab/transfer.py).
+# A language model learns to say the next token. ProphetNet trains it in several *streams*. The
+# first is the model as it is. For each of the others a row beside each token starts from an
+# embedding of its own, and predicts the token after the next, the one after that, and so on. It
+# sees what its token sees, and no other row sees it. It was published as a way to write better
+# texts, not to write faster. But a row that looks ahead is just what drafts in `Transfer` with t =
+# 0 (lab/transfer.py).
 #
 # In [lucidrains' repository](https://github.com/lucidrains/speculative-decoding) a question about a
-# relative of this is open: does the loss of the streams help the model's own? Only a comparison can tell:
-# the same tiny model, from the same seed, on the same batches, with one stream (plain training) and with
-# three. Two seeds, because the seed alone also moves the loss.
+# relative of this is open: does the loss of the streams help the model's own? Only a comparison can
+# tell: the same tiny model, from the same seed, on the same batches, with one stream (plain
+# training) and with three. Two seeds, because the seed alone also moves the loss.
 #
 # **Predict:** will the gap between one and three streams be larger than that between two seeds?
 
@@ -166,8 +170,9 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# With three streams the loss is higher with both seeds, and by a little more than the seeds differ. That
-# is a hint, but two seeds are few, and the training has hardly begun. The long run has more of both:
+# With three streams the loss is higher with both seeds, and by a little more than the seeds differ.
+# That is a hint, but two seeds are few, and the training has hardly begun. The long run has more of
+# both:
 
 # %% jupyter={"source_hidden": true}
 if SHIPPED and long:
@@ -177,20 +182,21 @@ if SHIPPED and long:
 Markdown("\n".join(beyond.prophet_lines(long["prophet"]))) if long else later
 
 # %% [markdown]
-# No: three streams make the model's own loss worse, by far more than a seed does. But streams learnt with
-# the model draft better than those learnt later.
+# No: three streams make the model's own loss worse, by far more than a seed does. But streams
+# learnt with the model draft better than those learnt later.
 #
 # ## HAMburger: several tokens in one place
 #
 # So far each token had a place of its own in the cache, and took a step of its own to be written.
-# HAMburger merges tokens: an *entry* of up to four tokens has one key and one value in each block, and
-# one step says all tokens of the next entry. Which tokens belong together? Those that follow almost
-# surely: "upon a time" after "Once". The paper cuts by the entropy of the model: an entry ends before a
-# token that is hard to predict. "Hard" is relative: a token joins the entry if its entropy is below 0.05
-# nats, or below 0.3 times the largest entropy in the entry so far. So after a very hard token, a
-# moderately hard one still joins. This needs no training, and we can look at it.
+# HAMburger merges tokens: an *entry* of up to four tokens has one key and one value in each block,
+# and one step says all tokens of the next entry. Which tokens belong together? Those that follow
+# almost surely: "upon a time" after "Once". The paper cuts by the entropy of the model: an entry
+# ends before a token that is hard to predict. "Hard" is relative: a token joins the entry if its
+# entropy is below 0.05 nats, or below 0.3 times the largest entropy in the entry so far. So after a
+# very hard token, a moderately hard one still joins. This needs no training, and we can look at it.
 #
-# A small model is hardly ever sure at temperature 1. So we imitate it at temperature 0.5 (`cooled`).
+# A small model is hardly ever sure at temperature 1. So we imitate it at temperature 0.5
+# (`cooled`).
 
 # %%
 from lab.hamburger import SHARE, SURE, BurgerDraft, Hamburger, begins, score, tune, write
@@ -218,8 +224,8 @@ side.set(ylabel="entropy, nats", xlim=(-0.6, len(story) - 0.4),
 figure
 
 # %% [markdown]
-# **Try it:** let an entry have up to eight tokens: `begins(entropy, 8)`. How many fewer entries will there
-# be?
+# **Try it:** let an entry have up to eight tokens: `begins(entropy, 8)`. How many fewer entries
+# will there be?
 #
 # <details><summary>Answer</summary>
 # About a quarter fewer: wherever more than four tokens in a row are easy, an entry can go on.
@@ -231,10 +237,10 @@ assert not SHIPPED or 0.65 < longer / int(first.sum()) < 0.85
 print(f"{longer} entries instead of {int(first.sum())}")
 
 # %% [markdown]
-# Then everything learns together: a copy of the model as the *trunk*, an embedder that merges the tokens of
-# an entry, a small decoder that says the tokens after the first, and a head that says where the entry ends.
-# This is **another model**, and alone it writes another text; that is why it is a file of the lab
-# ([hamburger.py](../hamburger.py)) and no part of the library.
+# Then everything learns together: a copy of the model as the *trunk*, an embedder that merges the
+# tokens of an entry, a small decoder that says the tokens after the first, and a head that says
+# where the entry ends. This is **another model**, and alone it writes another text; that is why it
+# is a file of the lab ([hamburger.py](../hamburger.py)) and no part of the library.
 
 # %%
 burger = Hamburger(cold, blocks=1)
@@ -260,13 +266,14 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# Further to the right a step says more tokens, and the text is further from the model's. At the far left,
-# where every step says a single token, longer training looks *worse*. There the trunk alone speaks, and a
-# trunk that has hardly learnt is still nearly the model. What it learns for the sake of the other tokens
-# moves it away.
+# Further to the right a step says more tokens, and the text is further from the model's. At the far
+# left, where every step says a single token, longer training looks *worse*. There the trunk alone
+# speaks, and a trunk that has hardly learnt is still nearly the model. What it learns for the sake
+# of the other tokens moves it away.
 #
-# Now let the untouched model check what a step says. Then it is a drafter like any other, and exact. But
-# each of its steps is a pass of a model as large as the target, so a checked step costs two passes.
+# Now let the untouched model check what a step says. Then it is a drafter like any other, and
+# exact. But each of its steps is a pass of a model as large as the target, so a checked step costs
+# two passes.
 
 # %%
 drafted, fewer = generate(model, [prompt], 32, BurgerDraft(burger, 0.3))
@@ -282,9 +289,10 @@ Markdown("\n".join(beyond.burger_lines(long["hamburger"]))) if long else later
 #
 # ## A sparse self-draft: to see less
 #
-# In a long text the cache is larger than the weights, and reading it takes most of a pass. So let the whole
-# model draft, but let its attention read only the first few tokens (*sinks*) and a window of the last ones.
-# It is a mask, and nothing is trained. On paper, for Llama 3.1 8B with a window of 1,024:
+# In a long text the cache is larger than the weights, and reading it takes most of a pass. So let
+# the whole model draft, but let its attention read only the first few tokens (*sinks*) and a window
+# of the last ones. It is a mask, and nothing is trained. On paper, for Llama 3.1 8B with a window
+# of 1,024:
 
 # %%
 rows = beyond.paper()
@@ -304,14 +312,15 @@ for side in (left, right):
 figure
 
 # %% [markdown]
-# This is one text. In a batch each text has a cache of its own, and the weights are read once for all: that
-# is the case that MagicDec was made for.
+# This is one text. In a batch each text has a cache of its own, and the weights are read once for
+# all: that is the case that MagicDec was made for.
 #
-# What alpha is depends on the text. On ours (too short for a gain, but long enough for a question) we can
-# measure it: after each token of the second half of a text, how likely is the first drafted token accepted?
-# Large models need the sinks (arXiv 2309.17453); does ours?
+# What alpha is depends on the text. On ours (too short for a gain, but long enough for a question)
+# we can measure it: after each token of the second half of a text, how likely is the first drafted
+# token accepted? Large models need the sinks (arXiv 2309.17453); does ours?
 #
-# **Predict:** which costs more: a window of 8 instead of 64, or to lose the sinks, which are 4 tokens?
+# **Predict:** which costs more: a window of 8 instead of 64, or to lose the sinks, which are 4
+# tokens?
 
 # %%
 from search import Teacher
@@ -347,8 +356,8 @@ if SHIPPED and long:
 Markdown("\n".join(beyond.sparse_lines(long["sparse"], rows))) if long else later
 
 # %% [markdown]
-# On our texts a draft must see much of what came before: even a window of 64, a third of the text, costs
-# some of its alpha.
+# On our texts a draft must see much of what came before: even a window of 64, a third of the text,
+# costs some of its alpha.
 #
 # ## Questions
 #
@@ -370,16 +379,17 @@ assert both[0] == both[1]
 print("the same drafts, round by round")
 
 # %% [markdown]
-# **2.** Can a stream of ProphetNet change what the model says of the next token, while both learn in one
-# pass?
+# **2.** Can a stream of ProphetNet change what the model says of the next token, while both learn
+# in one pass?
 #
 # <details><summary>Answer</summary>
-# Not in that pass: no token sees a row. Only the gradients of the streams change the model, for the next
-# step.
+# Not in that pass: no token sees a row. Only the gradients of the streams change the model, for the
+# next step.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-run, batch = runs[3, 0], text.batch(0, 0, 2, 32).long().to(device)
+run = runs[3, 0]
+batch = text.batch(0, 0, 2, 32).long().to(device)
 with torch.no_grad():
     alone = train.losses(run.model, batch, range(2 * run.model.c.n_layers))[0]
     beside = beyond.stream_losses(run.model, run.head, batch)[0]
@@ -387,12 +397,12 @@ assert abs(alone - beside) < 1e-4
 print(f"loss {float(alone):.4f} alone, {float(beside):.4f} beside two more streams")
 
 # %% [markdown]
-# **3.** A HAMburger that has learnt nothing yet never goes on after the first token of an entry. What does it
-# write?
+# **3.** A HAMburger that has learnt nothing yet never goes on after the first token of an entry.
+# What does it write?
 #
 # <details><summary>Answer</summary>
-# The model's own greedy text: an entry of one token is that token's embedding, and the first token of an
-# entry comes straight from the trunk.
+# The model's own greedy text: an entry of one token is that token's embedding, and the first token
+# of an entry comes straight from the trunk.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -404,7 +414,8 @@ print("the same twelve tokens")
 # **4.** When is a sparse draft accepted for sure?
 #
 # <details><summary>Answer</summary>
-# While sinks and window together hold the whole text: then nothing is hidden, and the draft is the model.
+# While sinks and window together hold the whole text: then nothing is hidden, and the draft is the
+# model.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -413,7 +424,8 @@ assert float(beyond.sparse_acceptance(short, 4, 16).min()) > 1 - 1e-6
 print("4 sinks and a window of 16 see all of 20 tokens")
 
 # %% [markdown]
-# Four ideas, one loop. M2R2 and the sparse draft only draft. ProphetNet's streams change the model that
-# they are trained with, and a HAMburger is another model. But whatever drafts, the target checks it. What
-# is checked can be as wild as one likes: that is the freedom of speculative decoding. The figures stand
-# in [BENCHMARKS.md](../BENCHMARKS.md), and everything else begins at the [README](../../README.md).
+# Four ideas, one loop. M2R2 and the sparse draft only draft. ProphetNet's streams change the model
+# that they are trained with, and a HAMburger is another model. But whatever drafts, the target
+# checks it. What is checked can be as wild as one likes: that is the freedom of speculative
+# decoding. The figures stand in [BENCHMARKS.md](../BENCHMARKS.md), and everything else begins at
+# the [README](../../README.md).

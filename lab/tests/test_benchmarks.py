@@ -1,38 +1,42 @@
-"""BENCHMARKS.md tells the truth: commands parse, links lead somewhere, counts are those of the code, and
-docs/papers.md quotes no other figures."""
+"""The results page and the lab book tell the truth: commands parse, links lead somewhere, the counts are
+those of the code, and docs/papers.md quotes no other figures."""
 import re
 import shlex
 from pathlib import Path
 
-import generate
-from lab import train, train_heads, within
+from lab import train, train_heads
 from lab.bench import __main__ as bench
 from lab.bench import counts
-from support import search
+from support import generate, search
 
 ROOT = Path(__file__).resolve().parents[2]
 README, PAPERS = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/papers.md"))
 BENCHMARKS = (ROOT / "lab" / "BENCHMARKS.md").read_text(encoding="utf-8")
+BOOK = (ROOT / "lab" / "BOOK.md").read_text(encoding="utf-8")
 PARSE = {"generate.py": generate.parse, "search.py": search.parse, "-m lab.bench": bench.parse,
-         "-m lab.train": train.parse, "-m lab.train_heads": train_heads.parse, "-m lab.within": within.parse,
+         "-m lab.train": train.parse, "-m lab.train_heads": train_heads.parse,
          "-m lab.spectr": [].__eq__}     # it takes no flags
 
 
 def test_every_quoted_command_and_link_works(monkeypatch):
     monkeypatch.chdir(ROOT)
-    quoted = re.findall(r"(?:^|`)python (\w+\.py|-m lab\.\w+)(?![.\w]) ?([^`\n]*)", README + BENCHMARKS, re.M)
+    pages = README + BENCHMARKS + BOOK
+    quoted = re.findall(r"(?:^|`)python (\w+\.py|-m lab\.\w+)(?![.\w]) ?([^`\n]*)", pages, re.M)
     assert {"-m lab.bench", "generate.py"} <= {name for name, _ in quoted}
     for name, flags in quoted:
         PARSE[name](shlex.split(flags))
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
-    assert set(re.findall(r"(?:^|`)make ([\w-]+)", BENCHMARKS, re.M)) <= set(targets)
-    for link in re.findall(r"\]\(([^)#]+)\)", BENCHMARKS):
+    assert set(re.findall(r"(?:^|`)make ([\w-]+)", BENCHMARKS + BOOK, re.M)) <= set(targets)
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", BENCHMARKS + BOOK):
         assert link.startswith("https://") or (ROOT / "lab" / link).is_file(), link
+    titles = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
+              for title in re.findall(r"^#+ (.+)$", BOOK, re.M)]
+    assert set(re.findall(r"\]\(BOOK.md#([\w-]+)\)", BENCHMARKS)) <= set(titles)
 
 
 def test_the_figures_in_the_table_of_papers_stand_in_the_benchmarks():
     rows = [row.split("|") for row in PAPERS[PAPERS.index("| paper |") :].splitlines()[2:] if row]
-    known = set(re.findall(r"-?\d*\.\d\d", BENCHMARKS))
+    known = set(re.findall(r"-?\d*\.\d\d", BENCHMARKS + BOOK))
     for _, paper, files, ours, *_ in rows:
         figures = re.findall(r"-?\d*\.\d\d", ours)
         assert figures and set(figures) <= known, f"{paper}: {ours}"

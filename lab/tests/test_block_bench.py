@@ -14,7 +14,7 @@ def test_block_verification_accepts_more(monkeypatch):
                      "--quick", "--prompts", "stories"])
     text, data = block.run(a)
     (row,) = data["rows"]
-    assert 1 < row["tau"]["token by token"] and 1 < row["tau"]["block"] and "| 1.0 | 2 / 2 / 2 |" in text
+    assert 1 < row["tau"]["token by token"] and 1 < row["tau"]["block"] and "| 1.0 | 4 | " in text
 
 
 def test_plain_decoding_beside_transformers(monkeypatch):
@@ -60,3 +60,21 @@ def test_what_changes_an_exact_text_and_what_does_not(monkeypatch):
         texts, equal, compared = counts[what]
         assert texts == 4 and equal == compared == 4 * 8, what
     assert "| in a batch of four | 4 of 4 | 100% | " in text and min(data["cost"].values()) > 0
+
+
+def test_of_three_prompts_all_texts_are_the_same_with_exact(monkeypatch):
+    """And the count counts: where each text that was drafted ends in another token, none is the same."""
+    a = bench.parse(["exact", "--model", "weights/stories-plain", "--new", "8", "--prompts", "3"])
+    text, data = exact.run(a)
+    kept = {what: count for what, count in data["counts"].items() if what.endswith(", with --exact")}
+    assert {*kept.values()} == {3} and {what.split(",")[0] for what in kept} >= {"lookup", "itself in int4"}
+    assert "| lookup | " in text and text.count("3 of 3") >= len(kept)
+    write = exact.write
+
+    def wrong(model, coins, probs, prompts, seeds, new, slots, drafter=None):
+        (found,), seconds = write(model, coins, probs, prompts, seeds, new, slots, drafter)
+        found[0][-1] += drafter is not None
+        return [found], seconds
+
+    monkeypatch.setattr(exact, "write", wrong)
+    assert {*exact.run(a)[1]["counts"].values()} == {0}

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-import generate
 from lab import train, train_heads
-from support import search
+from support import generate, search
 
 ROOT = Path(__file__).resolve().parents[2]
 CARDS = sorted((ROOT / "weights").glob("**/README.md")) + [ROOT / "weights" / "twin.json"]

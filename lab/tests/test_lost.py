@@ -6,9 +6,9 @@ from dataclasses import replace
 import promises
 import pytest
 import torch
-from test_control import outcome, state_of
+from test_control import outcome
 from test_heads import GROVE, both_ways, wild
-from tiny import LLAMA, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, make, read
+from tiny import LLAMA, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, make, read, state_of
 
 from drafter import NGram
 from kvcache import KVCache
@@ -24,6 +24,12 @@ from methods.trees import Siblings
 from sampling import to_probs
 from search import Teacher
 from speculative import generate, rounds
+
+
+def short_texts(rows=1):
+    """The State of so many texts of one token."""
+    return state_of([[1]] * rows, [99] * rows)
+
 
 DRAFTERS = {
     "swift": lambda m: SWIFT(m, skip_ratio=0.7, window=3, every=2, threshold=0.2, widths=(2,)),
@@ -125,7 +131,7 @@ def test_a_row_at_the_end_of_the_context_has_no_window(models):
 def test_schedules_by_hand(rule, want):
     """Two drafts are accepted whole, four only in part, and then one whole; a row without drafts learns
     nothing."""
-    state, asked = state_of(2), []
+    state, asked = short_texts(2), []
     rule.begin(state)
     for whole in (True, True, False, False, False, False, True, True):
         gamma, other = rule.how_far(state)
@@ -148,7 +154,7 @@ def test_stop_rules_by_hand():
 
 
 def test_thompson_draws_from_what_became_of_drafts():
-    rule, state = Thompson(8, seed=1), state_of(2)
+    rule, state = Thompson(8, seed=1), short_texts(2)
     rule.begin(state)
     fresh = torch.tensor([rule.how_far(state) for _ in range(40)]).double()
     assert 1.5 < fresh.mean() < 4 and len(fresh.unique()) > 4
@@ -164,16 +170,16 @@ def test_adaptive_exit_by_hand():
     """m <- m / 2 + share / 2; the threshold moves by a tenth of .01: up while m < .9, else down, but not if
     nothing stopped the draft."""
     rule = AdaptiveExit()
-    rule.begin(state_of())
+    rule.begin(short_texts())
     for drafted, kept, mean, threshold in (
             (4, 4, 0.5, 0.601), (4, 4, 0.75, 0.602), (4, 4, 0.875, 0.603), (12, 12, 0.9375, 0.603),
             (0, 0, 0.9375, 0.603), (4, 4, 0.96875, 0.602), (4, 1, 0.609375, 0.603)):
-        rule.learn(state_of(), outcome((drafted, kept)))
+        rule.learn(short_texts(), outcome((drafted, kept)))
         assert [*rule.acceptance, *rule.threshold] == pytest.approx([mean, threshold], abs=1e-12)
 
 
 def test_adaptive_exit_keeps_rows_apart_and_remembers():
-    rule, state = AdaptiveExit(), state_of(3)
+    rule, state = AdaptiveExit(), short_texts(3)
     rule.begin(state)
     rule.learn(state, outcome((4, 4), None, (2, 0)))
     assert rule.threshold == pytest.approx([0.601, 0.6, 0.601])
@@ -181,12 +187,12 @@ def test_adaptive_exit_keeps_rows_apart_and_remembers():
     rule.begin(state)   # what a text taught is where the next one starts
     rule.how_far(state)
     assert rule.stop(0, torch.zeros(3, 2), torch.zeros(3).long()) == [False, True, False]
-    rule.begin(state_of(2))
+    rule.begin(short_texts(2))
     assert rule.threshold == [0.6, 0.6], "other rows know nothing"
 
 
 def test_the_gate_drafts_after_a_last_token_that_the_target_was_sure_of():
-    rule, state, written = Gate(4), state_of(3), outcome((4, 1), None, (0, 0))
+    rule, state, written = Gate(4), short_texts(3), outcome((4, 1), None, (0, 0))
     rule.begin(state)
     assert rule.how_far(state) == [4, 4, 4], "the target has not judged the prompt"
     rule.learn(state, replace(written, sure=[[1.0, 0.5 - 1e-9], [], [0.5 - 1e-9]]))

@@ -3,8 +3,8 @@ and changes no text."""
 import promises
 import pytest
 import torch
-from test_control import outcome, state_of
-from tiny import TINY
+from test_control import outcome
+from tiny import TINY, state_of
 
 from control import Beta, best_gamma
 from drafter import NGram, wanted
@@ -17,10 +17,14 @@ test_exact_law = promises.exact_law({
     "exit": (TINY, lambda m: SelfDraft(m, range(4), DoNoHarm(0.1, 2)))})
 
 
+def alike(rows):
+    return state_of([[1]] * rows, [99] * rows)
+
+
 def play(rule, good, count):
     """How many tokens each row drafts in each of `count` rounds, (count, B). good: are all of a row's drafts
     accepted, or none?"""
-    state, asked = state_of(len(good)), []
+    state, asked = alike(len(good)), []
     rule.begin(state)
     for _ in range(count):
         asked.append(wanted(state, rule))
@@ -42,13 +46,13 @@ def test_do_no_harm_tries_a_useless_draft_as_often_as_was_saved_for():
 
 def test_do_no_harm_estimates_by_hand():
     rule = DoNoHarm(0.2)
-    rule.begin(state_of(2))
+    rule.begin(alike(2))
     rule.learn(None, outcome((3, 1), (0, 0)))
     rule.learn(None, outcome((3, 3), (5, 0)))
     assert rule.seen[0].mean() == pytest.approx((3.95 + 1) / (3.95 + 0.95 + 2))
     assert (rule.seen[1].hits, rule.seen[1].misses) == (0, 1)
     assert (rule.past.hits, rule.past.misses) == pytest.approx(((0.95 + 3) * 0.95, 0.95 * 0.95 + 1))
-    rule.begin(state_of(3))
+    rule.begin(alike(3))
     rule.seen[0].add(5, 5)
     assert rule.seen[1] == rule.past != rule.seen[0], "rows start alike and then learn apart"
     rule.seen, rule.saved = [Beta(hits, 10.0 - hits) for hits in range(11)], [0.0] * 11

@@ -7,10 +7,11 @@ import pytest
 from tiny import command
 
 import checkpoint
-from lab import within
 from lab.bench import __main__ as bench
 from lab.bench import llamacpp
+from lab.bench.real import dither
 from lab.bench.shared import WEIGHTS
+from machine.quant import SHARE, Int4
 from methods import heads
 
 call = command(bench.main)
@@ -28,37 +29,50 @@ def folder(tmp_path):
     return folder
 
 
-def test_the_copy_in_few_bits_is_made_once_for_all_runs(folder):
-    """It was made again for each run."""
-    model, _ = checkpoint.load(folder, "cpu")
-    assert within.lookup(model, 3).model is within.lookup(model, 5).model
-
-
-def test_two_levels_are_told_by_the_formula_and_measured(folder, monkeypatch, capsys):
-    monkeypatch.setattr(within, "NEW", 24)
-    monkeypatch.setattr(within, "REPEATS", 1)
-    assert within.run(["--model", str(folder), "--prompts", "1"]) is None
-    head, _, *rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
-    assert head[-2:] == ["measured", "int4 alone"]
-    assert [row[0] for row in rows] == [f"{name}, gamma {gamma}" for name in ("lookup", "exit", "EAGLE")
-                                        for gamma in (3, 5)]
-    alpha_2 = head.index("alpha 2")
-    assert all(0.5 < float(row[alpha_2]) <= 1 for row in rows), "int4 is nearly the model"
-
-
 def test_the_whole_benchmark(call, tmp_path, folder):
-    status, out, err = call("real", "--model", folder, "--quick", "--new", "8", "--prompts", "maths",
+    status, out, err = call("real", "--model", folder, "--new", "8", "--prompts", "maths",
                             "--only", "eagle", "exit", "int4", "auto", "former", "--out", tmp_path / "made")
     assert status == 0 and "| eagle, tree of 8 | " in out, err
+    assert "plain decoding in float64" in out and "real: maths, T 0, after" in err
     data = json.loads((tmp_path / "made.json").read_text())
-    assert {*data["results"]} == {"maths, T 0", "maths, T 0.8"} and "exit 1" in data["promised"]["maths"]
+    assert {*data["results"]} == {"maths, T 0", "maths, T 0.8"}
     for rows in data["results"].values():
         assert "predicted" in rows["eagle, gamma 2"] and rows["auto"]["tau"] >= 1
         assert rows["int4, gamma 3"]["tau"] > 2, "it is nearly the model"
+        assert rows["int4, gamma 3"]["bytes"] < 0.4
     assert "transformers, plain" in data["results"]["maths, T 0"]
     status, out, _ = call("block", "--model", folder, "--heads", folder / "heads/eagle", "--quick", "--new",
                           "8", "--prompts", "maths")
     assert status == 0 and out.startswith("1 prompts") and "| 0.8 | 6 | 1." in out
+
+
+def test_a_small_model_drafts_for_a_real_one_and_texts_agree_to_the_bit(call, tmp_path, folder):
+    """In fast passes the timed texts are checked themselves; a text of a file is a kind of its own."""
+    (tmp_path / "own.txt").write_text("Who is Lily?\nWhere is Tom?\n")
+    status, out, err = call("real", "--model", folder, "--draft-model", folder, "--fast", "--new", "8",
+                            "--prompts", tmp_path / "own.txt", "--only", "small model", "int8", "auto",
+                            "--out", tmp_path / "made")
+    assert status == 0 and "plain decoding to the bit" in out, err
+    rows = json.loads((tmp_path / "made.json").read_text())["results"]["own, T 0"]
+    assert [*rows] == ["plain", "int8, gamma 3", "small model, gamma 3", "small model in int4, gamma 3",
+                       "small model in int4, gamma 5", "auto"]
+    itself = rows["small model, gamma 3"]
+    assert itself["tested"] == itself["bytes"] == 1, "it is the model"
+    assert rows["small model in int4, gamma 3"]["bytes"] < 0.4
+
+
+def test_noise_takes_the_weights_off_the_grid_of_int4(folder):
+    """A model that came in int4 is int4's to the bit, and no longer so after noise of one step."""
+    model, _ = checkpoint.load(folder, "cpu")
+    w = model.blocks[0].mlp.down
+    w.copy_(Int4(w).full(w.dtype))
+    off = [(Int4(w).full(w.dtype) - w).norm() / w.norm()]
+    before = w.clone()
+    dither(model)
+    off.append((Int4(w).full(w.dtype) - w).norm() / w.norm())
+    step = Int4(before).groups[:, 0].float().repeat_interleave(SHARE, 1)[:, : w.shape[1]]
+    assert off[0] < 0.01 < 0.03 < off[1]
+    assert (w - before).abs().max() < 0.51 * step.max()
 
 
 def test_llama_cpp_is_asked_for_by_name_and_its_text_ends_where_ours_does(call, monkeypatch):

@@ -52,15 +52,16 @@ def test_what_is_committed_was_made_from_its_source(path):
 
 
 def opened(where, repository="", file=None):
-    """What the first cell prints in the folder `where`, and then where it found the repository. file: the
-    notebook's own place, which VS Code reveals."""
+    """What the first cell prints in the folder `where`, and then where it found the repository.
+    file: the notebook's own place, which VS Code reveals."""
     find = execute["read"](SOURCES[0]).cells[1].source
     find = find.replace('REPOSITORY = ""', f"REPOSITORY = {repository!r}")
     if file:
         find = f"__vsc_ipynb_file__ = {str(file)!r}\n{find}"
     cells = [nbformat.v4.new_code_cell(source) for source in (find, "print(ROOT)")]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": str(where)}}).execute()
+    resources = {"metadata": {"path": str(where)}}
+    NotebookClient(notebook, kernel_name="python3", resources=resources).execute()
     return [o.text.strip() for cell in notebook.cells for o in cell.outputs]
 
 
@@ -70,7 +71,7 @@ def test_the_first_cell_finds_the_repository(tmp_path):
 
 
 def test_a_notebook_opened_alone_fetches_the_repository_or_says_what_to_do(tmp_path):
-    with pytest.raises(CellExecutionError, match="inside a clone of it, or set REPOSITORY above"):
+    with pytest.raises(CellExecutionError, match="in a clone of it, or set REPOSITORY above"):
         opened(tmp_path)
     far = tmp_path / "far"
     (far / "notebooks").mkdir(parents=True)

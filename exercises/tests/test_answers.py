@@ -1,0 +1,219 @@
+"""What a student's answer may get wrong although the worked examples come out right: gradients, other shapes
+and types, and drawn inputs, which a table of those examples would not know."""
+import math
+import random
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+import torch
+from teach import compare, promise, short
+from test_by_hand import PROBS, check_probabilities, slow_race, some_attention
+from test_by_outcomes import LATER, mostly_sure, one_row, one_walk, writes_the_law
+from test_model import some_x
+from test_sampling import from_p, some_logits
+from tiny import LLAMA, Fixed, wide
+
+from model import RMSNorm, frequencies, rope, rotate, softcap
+from sampling import Coins, Race
+from search import climb
+
+DETACHED = "what is trained needs its gradient: no detach, .item(), .data or torch.no_grad on the way"
+
+
+def learns(call, parts, given):
+    """A backward pass through call() must give each of `parts`, {name: tensor in float64}, the gradient that
+    small steps show."""
+    drawn = torch.Generator().manual_seed(0)
+
+    def some(shape):
+        return torch.randn(shape, generator=drawn, dtype=torch.float64)
+
+    for x in parts.values():
+        x.grad = None
+        x.requires_grad_()
+    out = call()
+    weights = some(out.shape)
+    promise(out.requires_grad, given, "a result with a gradient", "one without", DETACHED)
+    (out * weights).sum().backward()
+    for name, x in parts.items():
+        step = some(x.shape) * 1e-6
+        with torch.no_grad():
+            x += step
+            more = (call() * weights).sum()
+            x -= 2 * step
+            slope = float(more - (call() * weights).sum()) / 2
+            x += step
+        got = 0.0 if x.grad is None else float((x.grad * step).sum())
+        promise(abs(got - slope) < 1e-4 * abs(slope), f"{given}; backward(), and a small step of `{name}`",
+                f"a change of {slope:.4g}", f"{got:.4g}", DETACHED)
+
+
+def test_softcap_leaves_its_input_and_type_alone():
+    x = torch.tensor([2.0]).double()
+    for t in (x.float(), x):
+        got = softcap(t, 1.0)
+        promise(got.dtype == t.dtype, f"x in {t.dtype}, cap = 1", str(t.dtype), str(got.dtype),
+                "the type of x stays")
+    compare(softcap(x, None), x, {}, "softcap([2.0], None): no cap, x as it is")
+    compare(softcap(torch.tensor([1e-12, 3e-7]).double(), 30.0), [1e-12, 3e-7], {},
+            "softcap([1e-12, 3e-7], 30)")
+    compare(softcap(torch.tensor([6e4, -6e4]).half(), 50.0), torch.tensor([50, -50]).half(), {},
+            "softcap([60000, -60000], 50) in float16")
+    for shape in ((), (0,), (2, 1, 3)):
+        for cap in (0.3, 7.0, 60.0):
+            x = 20 * some_x(1, 1).flatten()[: math.prod(shape)].reshape(shape)
+            want = torch.tensor([cap * math.tanh(a / cap) for a in x.flatten().tolist()]).double()
+            compare(softcap(x, cap), want.to(x).reshape(shape), {}, f"x of shape {shape}, cap = {cap}", 1e-6)
+    softcap(torch.empty(3, device="meta"), 2.0)
+
+
+def test_softcap_and_rotate_hand_gradients_on():
+    x = some_x(1, 2)[0, :, :4].clone()
+    learns(lambda: softcap(x, 1.5), {"x": x}, "x (2, 4), cap = 1.5")
+    cos, sin = rope(torch.tensor([3, 5]), frequencies(4, 50.0))
+    learns(lambda: rotate(x, cos, sin), {"x": x}, "x (2, 4) at the positions 3 and 5")
+
+
+def test_frequencies_of_drawn_settings():
+    """One by one, by their definition; and on another device."""
+    draw = random.Random(0)
+    for _ in range(60):
+        D, theta, low = 2 * draw.randint(1, 32), 10 ** draw.uniform(2, 6), draw.uniform(0.3, 3)
+        scaling = {"rope_type": draw.choice(["llama3", "llama3", "linear"]), "factor": draw.uniform(1, 40),
+                   "low_freq_factor": low, "high_freq_factor": low + draw.uniform(0.2, 8),
+                   "original_max_position_embeddings": 2 ** draw.randint(5, 15)}
+        want = [theta ** (-2 * i / D) for i in range(D // 2)]
+        for i, f in enumerate(want):
+            turns = scaling["original_max_position_embeddings"] * f / (2 * math.pi)
+            keep = (turns - low) / (scaling["high_freq_factor"] - low)
+            keep = 0.0 if scaling["rope_type"] == "linear" else min(1.0, max(0.0, keep))
+            want[i] = keep * f + (1 - keep) * f / scaling["factor"]
+        compare(frequencies(D, theta, scaling), want, {}, f"frequencies({D}, {theta:.6g}, {scaling})", 1e-9)
+    for other in (None, scaling | {"rope_type": "linear"}, scaling | {"rope_type": "llama3"}):
+        frequencies(8, 100.0, other, torch.device("meta"))
+
+
+def test_rotate_serves_every_shape():
+    """Rows of a batch stand at positions of their own, whatever the number of dimensions and the width."""
+    for shape in ((8,), (4, 8), (4, 2, 8), (0, 8), (4, 2, 256)):
+        D = shape[-1]
+        x = torch.randn(2, 3, *shape, generator=torch.Generator().manual_seed(0)).double()
+        cos, sin = rope(torch.tensor([[0, 1, 2], [7, 8, 9]]), frequencies(D, 100.0))
+        cos, sin = (t.view(2, 3, *[1] * (len(shape) - 1), D) for t in (cos, sin))
+        (a, b), (c, d), (s, t) = (t.chunk(2, -1) for t in (x, cos, sin))
+        compare(rotate(x, cos, sin), torch.cat([a * c + b * s, b * d + a * t], -1), {},
+                f"x {tuple(x.shape)}, cos and sin {tuple(cos.shape)}: the last dimension holds the pairs, "
+                "whatever stands before it, and rows stand at different positions")
+    rotate(*torch.empty(3, 2, 4, device="meta"))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_norm_of_any_shape_and_type(dtype, offset):
+    """In float16 a square of 300 overflows, so that the norm needs a wider type."""
+    norm = RMSNorm(replace(LLAMA, norm_offset=offset), 4).to(dtype).requires_grad_(False)
+    norm.weight.copy_(wide([1.5, -0.5, 2.0, 0.25]))
+    for shape in ((4,), (2, 1, 3, 4), (0, 4)):
+        x = (torch.arange(math.prod(shape)) * 37.0 % 600 - 300).view(shape).to(dtype)
+        wide_x = x.double()
+        want = wide_x / (wide_x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        want = want * (offset + norm.weight.double())
+        in_own = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * (offset + norm.weight)
+        compare(norm(x), want.to(dtype), {
+            "the squares overflow in float16: compute in float32 or wider, and round at the end": in_own},
+            f"x {shape} in {dtype}, numbers from -300 to 300, offset = {offset}", 2 * torch.finfo(dtype).eps)
+    norm.to("meta")(torch.empty(2, 4, dtype=dtype, device="meta"))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_hands_gradients_on(offset):
+    norm = RMSNorm(replace(LLAMA, norm_offset=offset), 3).double()
+    norm.weight.data = wide([1.0, 2.0, -0.5])
+    x = wide([[3.0, 4.0, -1.0], [0.5, 2.0, 1.0]])
+    learns(lambda: norm(x), {"x": x, "self.weight": norm.weight}, f"x (2, 3), offset = {offset}")
+
+
+def test_an_attention_hands_gradients_on():
+    a, x, cos, sin, mask, _, store = some_attention("rows that differ")
+    learns(lambda: a(x, cos, sin, mask, store), {"x": x, "self.wqkv": a.wqkv, "self.wo": a.wo}, "three rows")
+
+
+def among(row, V, other=0.0):
+    """The numbers of a row, far apart in one of V, which is `other` elsewhere."""
+    whole = torch.full((V,), other, dtype=torch.float64)
+    step = V // len(row)
+    whole[step - 1 : step * len(row) : step] = torch.as_tensor(row, dtype=torch.float64)
+    return whole
+
+
+@pytest.mark.parametrize("name", PROBS)
+def test_probabilities_of_a_large_vocabulary(name):
+    settings, p, want, mistakes = PROBS[name]
+    V = 16_384
+    check_probabilities(
+        among(from_p(*p), V, -1e4), settings, among(want, V),
+        {why: among(wrong, V) for why, wrong in mistakes.items()},
+        f"{V:,} tokens, of which some have the logits log {short(p)} and all others -10,000; {settings}")
+
+
+def test_choices_of_drawn_weights():
+    """Rows spend the uniforms in their order, whatever their number, their size and their type."""
+    draw = random.Random(0)
+    for size in (1e-200, 1e-3, 1.0, 1e30):
+        for rows in (1, 2, 3, 7):
+            V = draw.randint(1, 9)
+            weights = [[draw.choice([0.0, draw.random()]) for _ in range(V)] + [0.5] for _ in range(rows)]
+            us = [draw.random() for _ in weights]
+            want = [next(i for i, total in enumerate(accumulate(row)) if total > u * math.fsum(row))
+                    for row, u in zip(weights, us, strict=True)]
+            given = f"{rows} rows of weights, {size:g} times {short(weights)}, u = {short(us)}"
+            compare(Fixed(*us).choose(size * wide(weights)), want, {}, f"{given}: each row takes the next u")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        got = Fixed(0.3, 0.8).choose(torch.tensor([[1.0, 2, 5], [1, 2, 5]], dtype=dtype))
+        compare(got, [1, 2], {}, f"the weights 1 2 5 in {dtype}, u = .3 and .8")
+
+
+def test_winners_of_a_race_share_what_has_one_row():
+    """One row of positions, or one seed, stands for all rows; and the winners have the type of p."""
+    p = wide([[0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25], [0.1, 0.2, 0.3, 0.4]])[:, None].repeat(1, 50, 1)
+    position = torch.arange(50)[None] + 1000
+    for dtype in (torch.float32, torch.float64):
+        for seeds in ([7, -1, 12], [5]):
+            got = Race(seeds).settle(p.to(dtype), position, 2)
+            compare(got, slow_race(p.to(dtype), position, 2, seeds * (4 - len(seeds))), {},
+                    f"three rows of p in {dtype}, positions 1000 to 1049 in one row, seeds {seeds}")
+
+
+def test_choices_have_any_shape_of_rows():
+    weights = some_logits(2, 3, 5).abs()
+    flat = Coins(3).choose(weights.view(6, 5))
+    promise(flat.dtype == torch.long, "weights (6, 5)", "ids in int64", str(flat.dtype))
+    compare(Coins(3).choose(weights), flat.view(2, 3), {}, "the same weights as (2, 3, 5)")
+    one = Coins(3).choose(weights[0, 0])
+    promise(one.shape == (), "weights (5,)", "an id of shape ()", str(tuple(one.shape)))
+
+
+@pytest.mark.parametrize("length", [None, 9])
+@pytest.mark.parametrize("verifier", [one_row, one_walk], ids=["verify", "verify_tree"])
+def test_long_drafts_of_a_large_vocabulary(verifier, length):
+    """Where p and q are sure of a token its rejection does not show: each of 12 is in doubt in turn."""
+    for place in range(12):
+        given = f"12 drafts from q, {length or 12} proposed, of which number {place + 1} is in doubt"
+        writes_the_law(verifier, given, range(12), 13, tables=mostly_sure(unsure=[place - 1]), length=length,
+                       otherwise=LATER)
+
+
+
+def test_a_climb_that_takes_back_what_it_did():
+    """A way of seven flips through sets of four bits, of which each is next to no other of the way."""
+    way, worth = [wide([0, 0, 0, 0])], {(0, 0, 0, 0): 1.0}
+    for bit in (0, 1, 2, 0, 3, 1, 0):
+        way.append((way[-1] - torch.eye(4).double()[bit]).abs())
+        worth[tuple(way[-1].int().tolist())] = 1.0 + len(worth)
+    score = lambda z: wide([worth.get(tuple(row), 0.0) for row in z.int().tolist()])    # noqa: E731
+    ends, _ = climb(score, torch.stack([way[0], way[4]]), lambda z: z[:, 0] < 2)
+    compare(ends.double(), torch.stack([way[-1]] * 2), {
+        "it ends after as many flips as there are bits": torch.stack([way[4], way[-1]])},
+        "scores that rise along 0000 1000 1100 1110 0110 0111 0011 1011 and are 0 elsewhere, from the first "
+        "and from the fifth of these")

@@ -1,0 +1,330 @@
+"""The command behind generate.py: it reads the flags, loads the model, writes the texts and shows them.
+
+It only consumes what `speculative.rounds` yields.
+"""
+import json
+import sys
+from dataclasses import asdict, dataclass, fields
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+import checkpoint
+import sampling
+from files import check_writable, guarded, write_file
+from machine import parallel
+from machine.exact import exactly, fast
+from machine.fused import fuse
+from machine.quant import KINDS
+from sampling import Coins, Race, row_seeds, to_probs
+from speculative import check_prompts, rounds
+from support import chat, cli, drafts, own, page, report, show, stats
+from support.texts import numbered_texts
+from verification import verify, verify_block
+
+WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
+DTYPES = {name: vars(torch)[name] for name in ("float32", "bfloat16", "float16", "float64")}
+CLASHES = (     # flags that do not go together, and why
+    ("page", "tree", "--page shows chains, coin by coin, not trees: leave out --page or --tree"),
+    ("rule", "tree", "--rule says how far a chain goes on: leave out --rule or --tree"),
+    ("exact", "page", "--exact does not go with --page"),
+    ("exact", "tree", "--exact does not go with --tree"))
+
+
+# --- from the command line to Options
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. A temperature of 0 is greedy."""
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+    prompt: str | None          # "-" for standard input; None for a batch
+    prompt_file: Path | None
+    chat: bool
+    max_new: int
+    how: drafts.How
+    sampling: Sampling
+    model: Path
+    device: str | None
+    dtype: torch.dtype | None   # None: as stored
+    fast: bool
+    exact: bool
+    quant: str | None
+    compare: bool
+    picture: Path | None
+    page: Path | None
+    json: bool
+
+
+def flags():
+    p = cli.Parser(description="Self-speculative decoding of Llama, Gemma-2 and Qwen.",
+                   allow_abbrev=False)
+    add = p.add_argument_group("text").add_argument
+    add("prompt", nargs="?", metavar="PROMPT", help="the text to continue; - reads standard input")
+    add("--prompt-file", metavar="FILE",
+        help='a batch: one prompt per line, in .jsonl {"prompt": ...}')
+    add("--chat", action="store_true",
+        help="the prompt is a message: use the model's chat template")
+    add("--max-new", type=int, default=200, metavar="N",
+        help="how many tokens to write (default: 200)")
+    drafts.add_flags(p.add_argument_group("draft"))
+    add = p.add_argument_group("sampling").add_argument
+    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    add("--top-p", type=float, metavar="P",
+        help="sample from the likeliest tokens that together reach P")
+    add("--min-p", type=float, metavar="P",
+        help="and from those at least P times as likely as the likeliest")
+    add("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
+    add = p.add_argument_group("model and machine").add_argument
+    add("--model", metavar="DIR", default=WEIGHTS / "stories-llama", help="a Hugging Face folder")
+    add("--device", help="cpu or cuda (default: cuda if there is a GPU)")
+    add("--dtype", choices=DTYPES, help="default: as stored")
+    add("--fast", action="store_true",
+        help="compute a pass in one call: of C++ on a CPU, which is compiled in seconds, once per "
+             "machine; as a CUDA graph on a GPU")
+    add("--exact", action="store_true",
+        help="the same text to the bit with every draft, at any temperature: a row of logits "
+             "depends on its text alone, and random numbers belong to a position and a row of the "
+             "batch")
+    add("--quant", choices=KINDS, help="store the matrices of the model's blocks in few bits")
+    add = p.add_argument_group("what is shown").add_argument
+    add("--compare", action="store_true",
+        help="time plain decoding, too, and compare the two texts")
+    add("--picture", metavar="FILE", help="write the coloured text as an SVG (first prompt)")
+    add("--page", metavar="FILE",
+        help="write a page that steps through the run in a browser (first prompt)")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    return p
+
+
+def parse(argv):
+    """The Options. Raises ValueError, in one line, for flags that are wrong or do not go
+    together."""
+    a = flags().parse_args(argv)
+    check(a)
+    given = dict(vars(a))
+    for name in ("prompt_file", "model", "picture", "page"):
+        if given[name] is not None:
+            given[name] = Path(given[name])
+    given["dtype"] = DTYPES.get(a.dtype)
+    given["how"] = taken(drafts.How, given)
+    given["sampling"] = taken(Sampling, given)
+    drafts.check_flags(given["how"])
+    return taken(Options, given)
+
+
+def taken(kind, given):
+    """An object of this dataclass, whose fields are among what is given."""
+    return kind(**{field.name: given[field.name] for field in fields(kind)})
+
+
+def check(a):
+    given = vars(a)
+    if (a.prompt is None) == (a.prompt_file is None):
+        raise ValueError("give one prompt, or a batch with --prompt-file")
+    for flag, suffix in (("picture", ".svg"), ("page", ".html")):
+        if given[flag] is not None and Path(given[flag]).suffix != suffix:
+            raise ValueError(f"--{flag} must name a {suffix} file, got {given[flag]!r}")
+    for one, other, why in CLASHES:
+        if given[one] and given[other]:
+            raise ValueError(why)
+    sampling.check(a.temperature, a.top_k, a.top_p, a.min_p)
+    for cut in ("top_k", "top_p", "min_p"):
+        if given[cut] is not None and a.temperature == 0:
+            raise ValueError(f"--{cut.replace('_', '-')} does nothing at temperature 0, which is "
+                             "greedy: add --temperature T")
+
+
+# --- the prompts
+
+
+def texts_of(options):
+    """The texts to continue, each under what a message calls it: one, or the batch of
+    --prompt-file."""
+    file = options.prompt_file
+    if file is not None:
+        if file.exists() and not file.is_file():
+            check_alone()
+        lines = numbered_texts(file, "prompt", "\n")
+        return {f"{file}, line {n}": text for n, text in lines.items()}
+    if options.prompt == "-":
+        check_alone()
+        return {"the prompt": cli.read_input().removesuffix("\n")}
+    return {"the prompt": options.prompt}
+
+
+def check_alone():
+    if parallel.here() != (0, 1):
+        raise ValueError("only one process can read standard input or a pipe: give a prompt or a "
+                         "file")
+
+
+def encoded(options, c, tokenizer, texts):
+    """The ids of each text. With --chat the model's own template surrounds it."""
+    render = None
+    if options.chat:
+        render = chat.read_template(options.model)
+    prompts = []
+    for name, text in texts.items():
+        if render:
+            text = render([{"role": "user", "content": text}])
+        with guarded(name):
+            prompts.append(checkpoint.encode(tokenizer, text, c.bos, not options.chat))
+    return prompts
+
+
+# --- writing
+
+
+class Writer:
+    """Continues the prompts (lists of ids) with any drafter."""
+
+    def __init__(self, options, model, tokenizer, prompts):
+        self.options = options
+        self.model = model
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+        self.eos = set(model.c.eos)
+
+    def rounds(self, drafter, player=None):
+        """What `speculative.rounds` yields. player: the page's, to record coins and
+        distributions."""
+        s = self.options.sampling
+        look = to_probs
+        coins = Coins(s.seed)
+        if self.options.exact and s.temperature > 0:    # greedily nothing depends on them
+            coins = Race(row_seeds(s.seed, len(self.prompts)))
+        if player:
+            coins = player.coins
+            look = player.look
+        if parallel.here() != (0, 1):
+            coins = parallel.Agreed(coins)
+        simple = self.options.page or s.temperature == 0    # a page explains `verify`
+        verifier = verify if simple else verify_block
+
+        def probs(logits):
+            return look(logits, s.temperature, s.top_k, s.top_p, s.min_p)
+
+        return rounds(self.model, self.prompts, self.options.max_new, drafter, probs, coins,
+                      self.eos, None, verifier)
+
+    def rehearse(self, makers):
+        """Record the passes of the first 24 rounds, before anything is timed or printed."""
+        def write():
+            for make in makers:
+                for _ in islice(self.rounds(make()), 24):
+                    pass
+        self.model.rehearse(write)
+
+    def watch(self, drafter, player=None):
+        """One run as a show.Generation. A single text is printed while it is written. player: the
+        page's, which receives every round."""
+        seen = show.Generation(self.tokenizer, self.prompts, drafter)
+        colour = show.colours(sys.stdout)
+        opening = [show.paint([(prompt, None)]) for prompt in seen.prompts]
+        if self.options.chat:
+            opening = [""] * len(opening)
+        live = not self.options.json and len(opening) == 1
+        if live:
+            print(opening[0], end="", flush=True)
+        for step in seen.watch(self.rounds(drafter, player)):
+            if player:
+                player.add(*step)
+            if live:
+                print(seen.fresh(colour), end="", flush=True)
+        if live:
+            print(seen.fresh(colour))
+        elif not self.options.json:
+            for b, prompt in enumerate(opening):
+                print(prompt + seen.fresh(colour, b), end="\n\n")
+        return seen
+
+
+def load(options):
+    """(model, tokenizer), quantised, split and fused as the options say."""
+    device = checkpoint.find_device(options.device)
+    part = parallel.here()
+    alone = part == (0, 1)
+    for flag, on in (("fast", options.fast), ("exact", options.exact)):
+        if on and not alone:
+            raise ValueError(f"--{flag} works in one process, not in several")
+    model, tokenizer = checkpoint.load(
+        options.model, device, options.dtype, KINDS.get(options.quant), None if alone else part)
+    if alone:
+        return fuse(model), tokenizer
+    return parallel.unite(model), tokenizer
+
+
+def stood_in(model, options):
+    """What stands in for the model while it writes."""
+    if options.exact:
+        return exactly(model, options.fast)
+    if options.fast:
+        return fast(model)
+    return model
+
+
+def plan(options, model, tokenizer):
+    """How the drafts are made, as a drafts.Plan."""
+    # trap: measured costs differ between machines, and so would the random numbers a draft spends
+    may_measure = options.fast or options.sampling.temperature == 0
+    target = drafts.Target(options.model, model, tokenizer, bool(options.quant), may_measure)
+    return drafts.plan(options.how, target)
+
+
+def run(options):
+    drafts.check_processes(options.how)
+    drafts.load_own(options.how)
+    for path in filter(None, (options.picture, options.page)):
+        check_writable(path)
+    texts = texts_of(options)
+    model, tokenizer = load(options)
+    prompts = encoded(options, model.c, tokenizer, texts)
+    check_prompts(model, prompts, options.max_new, list(texts))
+    model = stood_in(model, options)
+    writer = Writer(options, model, tokenizer, prompts)
+    planned = plan(options, model, tokenizer)
+    if options.fast:
+        makers = [planned.make]
+        if options.compare:
+            makers.append(lambda: None)
+        writer.rehearse(makers)
+    player = None
+    if options.page:
+        player = page.Player(tokenizer, prompts[0], options.sampling.seed)
+    seen = writer.watch(stats.Timed(planned.make()), player)
+    r = report.of_run(options, model, planned, list(texts.values()), seen)
+    first = parallel.here()[0] == 0
+    try:
+        if options.picture and first:
+            show.picture(seen, options.picture)
+        if player and first:
+            settings = {"model": options.model.name, "draft": planned.note}
+            write_file(options.page, player.html(settings | asdict(options.sampling)))
+    finally:    # a full disk does not cost the answer
+        if options.compare:
+            judged = options.exact or options.sampling.temperature == 0     # sampled texts may differ
+            r |= report.against_plain(writer, planned, r["outputs"], judged)
+        print(json.dumps(r) if options.json else report.summary(r, seen))
+    different = r.get("first_divergence")
+    return int(bool(different and (options.exact or not different["near_tie"])))
+
+
+def main(argv=None):
+    """Exit status: 0; 1: an unexplained difference (--compare); 2: bad input; 130: Ctrl-C."""
+    def start(argv):
+        options = parse(argv)
+        with parallel.together(), own.blamed(options.how.draft, options.how.rule):
+            return run(options)
+    return cli.main(start, argv)

@@ -1,0 +1,127 @@
+"""What generate.py reports about a run: the JSON that scripts read, and the lines after the text."""
+import sys
+
+import torch
+
+from machine import parallel
+from support import chat, show, stats
+
+REPEATS = 3     # interleaved runs in --compare, after a warm-up of each
+
+
+def of_run(options, model, plan, texts, seen):
+    """What --json prints about a run. texts: the prompts; seen: the show.Generation."""
+    n = seen.counts
+    outputs = []
+    for text, row in zip(texts, seen.rows, strict=True):
+        written = "".join(t.text for t in row)
+        outputs.append({"prompt": text, "text": written, "ids": [t.id for t in row]})
+    how = plan.note
+    if plan.draft == "auto":
+        how += f": {seen.timed.drafters[0].summary()}"
+    own_settings = ""
+    if options.sampling.temperature == 0:
+        own_settings = chat.own_settings(options.model)
+    return {
+        "outputs": outputs,
+        **speed(n.tokens, seen.timed.reading, sum(seen.timed.seconds.values())),
+        "target_passes": n.passes,
+        "tokens_per_pass": n.tau,
+        "accepted": n.accepted,
+        "proposed": n.proposed,
+        "alpha": n.alpha if n.drafted else None,
+        "draft": plan.draft,
+        "gamma": plan.gamma,
+        "how": how,
+        "fast": options.fast and model.replays(),
+        "exact": options.exact,
+        "quant": options.quant,
+        "processes": parallel.here()[1],
+        "dtype": str(model.tok.dtype).removeprefix("torch."),
+        "device": str(model.tok.device),
+        "threads": torch.get_num_threads(),
+        "seed": options.sampling.seed,
+        "own_settings": own_settings,
+    }
+
+
+def speed(tokens, reading, seconds):
+    """Tokens and seconds of one run. seconds: those after the prompts were read."""
+    return {"new_tokens": tokens, "reading_seconds": reading, "seconds": seconds,
+            "tokens_per_second": tokens / seconds if seconds else 0.0}
+
+
+def against_plain(writer, plan, printed, judged):
+    """Time drafted and plain decoding in turn. judged: whether the printed texts must be the plain
+    ones."""
+    prompts = writer.prompts
+    makers = {"drafted": plan.make, "plain": lambda: None}
+    drafted, plain = stats.compare(writer.rounds, makers, len(prompts), REPEATS).values()
+    baseline = speed(plain.tokens, plain.reading, plain.seconds)
+    baseline |= {"target_passes": plain.passes, "ids": plain.outputs}
+    found = {
+        **speed(drafted.tokens, drafted.reading, drafted.seconds),
+        "identical": None,
+        "first_divergence": None,
+        "ratio": drafted.rate / plain.rate if plain.tokens else None,
+        "baseline": baseline,
+    }
+    if judged:
+        ids = [output["ids"] for output in printed]
+        different = stats.divergence(writer.model, prompts, ids, plain.outputs)
+        found["first_divergence"] = different
+        found["identical"] = different is None
+    return found
+
+
+def summary(r, seen):
+    """The lines after the text: legend, counts, how it drafted, how fast it was, and the
+    verdict."""
+    lines = [show.legend(show.colours(sys.stdout)), seen.summary(), r["how"], rates(r)]
+    if r["own_settings"]:
+        lines.append(f"this is greedy; the model's own settings: {r['own_settings']}")
+    if "baseline" in r:
+        lines.append(verdict(r))
+    return "\n".join(filter(None, lines))
+
+
+def rates(r):
+    """How fast the run was, in one line."""
+    line = f"{r['tokens_per_second']:.0f} tokens/s in {r['dtype']} on {r['device']}"
+    line += f", {r['threads']} threads"
+    if r["quant"]:
+        line += f", blocks in {r['quant']}"
+    if r["fast"]:
+        line += ", in fast passes"
+    if r["exact"]:
+        line += ", exact"
+    if r["processes"] > 1:
+        line += f", {r['processes']} processes"
+    if "baseline" not in r:
+        seconds = f"{r['reading_seconds']:.2g} s"
+        return f"{line}, after reading the prompt in {seconds} (one run, while printing)"
+    ratio = "unknown" if r["ratio"] is None else f"{r['ratio']:.2f}"
+    line += f"; plain decoding {r['baseline']['tokens_per_second']:.0f}: ratio {ratio}"
+    return f"{line} (after reading the prompt; medians of {REPEATS} interleaved runs)"
+
+
+def verdict(r):
+    """Whether the text is that of plain decoding, in one line."""
+    d = r["first_divergence"]
+    if r["identical"] is None:
+        return ("sampled texts may differ: drafting spends more random numbers (compare at "
+                "temperature 0, or with --exact)")
+    if d is None:
+        return f"identical to plain decoding in {r['dtype']}, token for token"
+    equal = f"{d['position']} equal tokens"
+    if len(r["outputs"]) > 1:
+        equal += f" of output {d['output']}"
+    if r["exact"]:
+        return (f"NOT identical to plain decoding, which --exact promises, after {equal}: "
+                "please report it")
+    gap = f"{d['gap']:.3g} apart, and rounding in {r['dtype']} explains up to {d['rounding']:.2g}"
+    if d["near_tie"]:
+        return (f"after {equal} a near-tie was decided differently from plain decoding: "
+                f"two logits are {gap}")
+    return (f"NOT identical to plain decoding, and not by a near-tie: after {equal} two logits "
+            f"are {gap}")
