@@ -1,5 +1,6 @@
 """Arms: ways to draft with known costs, from which `methods.pace` chooses; and a rule that stops a
 draft by calibrated confidence."""
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -87,8 +88,8 @@ class Copies:
 
     def learn(self, matched, copies, new):
         """Compare what could have been copied with what was written."""
-        for m, copy, row in zip(matched, copies, new, strict=True):
-            same = [x == y for x, y in zip(copy, row, strict=False)]
+        for m, copied, row in zip(matched, copies, new, strict=True):
+            same = [x == y for x, y in zip(copied, row, strict=False)]
             if same:
                 right = [*same, False].index(False)
                 skill = self.skills[m.bit_length()]
@@ -107,6 +108,13 @@ class Arm:
     drafting: Callable
     longest: int = MOST
     asking: float = 0.0
+
+    def alone(self, longest, asks=False):
+        """Its drafter without Pace, for drafts of this length, whose rule may be asked for nothing."""
+        drafter = copy.copy(self.drafter)
+        drafter.rule = Calibrated([0.0] * longest, longest)
+        drafter.rule.asks = asks
+        return drafter
 
     def further(self, n):
         """The cost of each token after the first."""

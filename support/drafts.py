@@ -36,11 +36,13 @@ OF_THE_LAB = {"transfer": "lab/transfer.py:Transfer", "m2r2": "lab/m2r2.py:M2R2"
 
 class Plan(NamedTuple):
     """How a run drafts. make: () -> a new drafter, one for each run, because a rule learns from its
-    text. note: the line that the run prints about it."""
+    text. note: the line that the run prints about it. parts: () -> drafters that it may choose late,
+    so that a rehearsal has to try them all."""
     draft: str
     make: Callable
     gamma: int
     note: str
+    parts: Callable = list
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,10 @@ def auto(ask):
         return Pace(model, known, costs, most=ask.gamma)
 
     said = "as measured here" if measured else "by weights"
-    return Plan("auto", make, ask.gamma, f"draft: auto, with costs {said}")
+    def parts():
+        return [arm.alone(min(2, arm.longest)) for arm in arms()]
+
+    return Plan("auto", make, ask.gamma, f"draft: auto, with costs {said}", parts)
 
 
 def named_or_beside(path, beside, read, size):

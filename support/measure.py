@@ -4,7 +4,6 @@ A table of costs decides how a text is drafted, never what it says. No two measu
 same, and a run repeats round by round only with the same table. So a table is measured once per
 machine, model and dtype, and then kept in the user's cache folder.
 """
-import copy
 import json
 import math
 import statistics
@@ -16,11 +15,10 @@ from pathlib import Path
 import torch
 
 from control import MOST, Costs
-from drafter import Draft, Drafter, Rule
+from drafter import Draft, Drafter
 from files import guarded, note, read_json
 from kvcache import KVCache
 from machine.kept import cache_file, identity, keep
-from methods.arms import Calibrated
 from methods.pace import Pace
 from model import SPARE, Placement
 from sampling import Coins, raw_probs, to_probs
@@ -135,17 +133,15 @@ def measure_arms(model, arms, costs, repeats=5):
     ids = [i % model.c.vocab_size for i in range(16)]
     cache = KVCache(model.c, 1, 96 + SPARE, model.attention_dtype(), model.tok.device)
 
-    def rounds_of(drafter, rule):
-        drafter = copy.copy(drafter)
-        drafter.rule = rule
+    def rounds_of(drafter):
         return partial(next, rounds(model, [ids], 80, drafter, cache=cache))
 
-    ways = {"plain": rounds_of(Drafter(), Rule(0))}
+    ways = {"plain": rounds_of(None)}
     for arm in arms:
         far = min(4, arm.longest)
-        ways[arm.name, 1] = rounds_of(arm.drafter, Rule(1))
-        ways[arm.name, far] = rounds_of(arm.drafter, Rule(far))
-        ways[arm.name, "asked"] = rounds_of(arm.drafter, Calibrated([0.0] * far, far))
+        ways[arm.name, 1] = rounds_of(arm.alone(1))
+        ways[arm.name, far] = rounds_of(arm.alone(far))
+        ways[arm.name, "asked"] = rounds_of(arm.alone(far, asks=True))
     model.rehearse(lambda: [step() for step in ways.values()])
     times = interleave(ways, repeats)
     plain = times["plain"]
