@@ -173,7 +173,10 @@ def itself_quantised(ask):
     if ask.how.skip is not None:
         sublayers = cli.read_skip(ask.how.skip, L)
     twin = quantise(model, ask.kind, head=ask.kind, rounds=True)
-    return ask.plan(partial(SelfDraft, ask.short(model.alongside(twin)), sublayers))
+    where = ""
+    if model.tok.is_cuda:
+        where = ", which saves memory but no time on a GPU, where each product rebuilds its matrix"
+    return ask.plan(partial(SelfDraft, ask.short(model.alongside(twin)), sublayers), where)
 
 
 def trained(ask):
