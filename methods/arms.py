@@ -61,6 +61,8 @@ class Calibrated(Rule):
     def learn(self, state, r):
         # also while others draft, so that an old bad estimate fades
         self.skill.fade(FADE)
+        if not self.sure:
+            return      # another arm drafted
         for b, (drafted, kept) in enumerate(outcomes(r)):
             for k, tenths in enumerate(self.sure[: min(drafted, kept + 1)]):
                 self.count(k < kept, tenths[b])

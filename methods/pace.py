@@ -44,7 +44,7 @@ class Pace(Wrapper):
     weights. What is learnt persists across runs, and `chosen` counts the rounds per arm.
 
     In a batch the rows share each pass and so the arm. The guarantee counts the tokens of the row
-    with the fewest, and leaves out the prompt. Where a round is short next to the time for choosing
+    with the fewest, without the prompt. Where a round is short next to the time for choosing
     (`Costs.thinking`), a choice holds for several rounds.
     """
 
@@ -69,7 +69,8 @@ class Pace(Wrapper):
         self.passes = []        # the cost of a pass over 0, 1, 2, ... tokens of each row
         self.written = []       # of each row: how many tokens
         self.least = 0          # the fewest of a row that was not finished
-        self.holds = 0          # rounds for which the choice still holds
+        self.steady = 0         # rounds for which the last choice was to hold
+        self.holds = 0          # and for which it still does
 
     def begin(self, state, trace):
         same_model(self.model, state)
@@ -78,8 +79,7 @@ class Pace(Wrapper):
         self.passes = [self.costs.pass_cost(T, len(state.known)) for T in range(self.most + 3)]
         self.least = 0
         self.holds = 0
-        for arm in self.arms:
-            skill = arm.drafter.rule.skill
+        for skill in (arm.drafter.rule.skill for arm in self.arms):
             skill.fade(KNOWN / max(KNOWN, skill.hits + skill.misses))   # another text
 
     def look(self, state):
@@ -90,8 +90,8 @@ class Pace(Wrapper):
 
     def cost(self, arm, g):
         """The cost, in passes, of a round: choose an arm, draft g tokens and verify them."""
-        rounds = 1 if arm is self.copying else 1 + self.pause
-        choosing = self.thinking / rounds * (g > 0)
+        held = 0 if arm is self.copying else self.pause
+        choosing = self.thinking / (1 + held) * (g > 0)
         return choosing + arm.drafting(self.now.n, g) + self.passes[1 + g]
 
     def covered(self, cost):
@@ -159,19 +159,21 @@ class Pace(Wrapper):
         return Choice(arm, costs)
 
     def decide(self, state):
-        """Choose how this round drafts: as the last one, as long as that choice holds. What may be
-        copied is new in every round, so copying is chosen for one round."""
-        self.now = self.look(state)
+        """Choose how this round drafts. A choice that is made again holds longer, for at most
+        `pause` rounds, but what may be copied is new in every round."""
         self.found = [[]] * len(state.known)
         self.holds -= 1
+        last, costs = self.choice
         if self.holds >= 0:
-            arm, costs = self.choice
-            self.choice = self.covering(arm, min(len(costs) - 1, self.now.room))
+            self.choice = self.covering(last, len(costs) - 1)
             return
         self.lookup.enter(state)
         self.found = self.lookup.found(state)
+        self.now = self.look(state)
         self.choice = self.choose()
-        self.holds = 0 if self.choice.arm is self.copying else self.pause
+        same = self.choice.arm is last is not self.copying
+        self.steady = min(self.pause, 2 * self.steady + 1) * same
+        self.holds = self.steady
 
     def propose(self, state):
         self.decide(state)

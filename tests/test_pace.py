@@ -125,15 +125,15 @@ def test_a_longer_text_makes_passes_dearer(models):
 
 @pytest.mark.parametrize("name, prior, price", [("nothing", 0.0, 0.9), ("right", 1.0, 0.01)])
 def test_a_choice_holds_for_several_rounds(name, prior, price):
-    """Choosing takes a fifth of a pass, so a choice holds for twenty rounds more, whatever it is.
-    Counting weights it is free."""
-    for thinking, holds in (2.6, 0.2 / REST), (0.0, 0):
+    """Choosing takes a fifth of a pass. A choice made again holds for one round more, then for 3, 7, 15 and
+    at most 20, whatever it is. Counting weights it is free."""
+    for thinking, times in (2.6, 5), (0.0, None):
         arm = Arm("right", ModelDraft(TARGET, Calibrated(prior=prior)), each(price), 1)
         drafter, awake = Pace(TARGET, [arm], replace(EVEN, thinking=thinking)), []
         drafter.lookup.best = lambda *_, awake=awake: awake.append(1) or (0.0, 0, [])
         _, passes = generate(TARGET, PROMPTS[:1], 44, drafter)
-        assert len(awake) == -(-passes // (1 + holds)) and drafter.chosen[name] >= passes - 1
-        assert passes == (44 if name == "nothing" else 22)
+        assert passes == (44 if name == "nothing" else 22) and drafter.chosen[name] >= passes - 1
+        assert len(awake) == (times or passes) and drafter.pause == (20 if times else 0)
 
 
 def test_a_rule_that_takes_long_is_not_asked():
