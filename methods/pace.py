@@ -17,7 +17,7 @@ from methods.arms import KNOWN, Arm, Copies, candidates
 from methods.suffix import Suffix
 
 STAKE = 2.0     # passes that may be lost before anything is won
-RISK = 0.01     # what exploring may cost, as a share of plain decoding
+RISK = 0.005     # what exploring may cost, as a share of plain decoding
 MARGIN = 0.05   # an arm must promise this much more than plain decoding
 REST = 0.01     # of a round: choosing takes no more of it, nor does a stop rule
 COPY = 7  # tokens that may be copied: with the last one a block of eight, as recorded ones are
@@ -85,14 +85,13 @@ class Pace(Wrapper):
     def look(self, state):
         """The Forecast of the next round."""
         n = max(state.lengths)
-        room = min(self.most, max(state.room))
-        return Forecast(n, room, self.whole(n) / self.costs.whole)
+        return Forecast(n, min(self.most, max(state.room)), self.whole(n) / self.costs.whole)
 
     def cost(self, arm, g):
         """The cost, in passes, of a round: choose an arm, draft g tokens and verify them."""
         held = 0 if arm is self.copying else self.pause
-        choosing = self.thinking / (1 + held) * (g > 0)
-        return choosing + arm.drafting(self.now.n, g) + self.passes[1 + g]
+        thinking = self.thinking / (1 + held) * (g > 0)
+        return thinking + arm.drafting(self.now.n, g) + self.passes[1 + g]
 
     def covered(self, cost):
         """Whether the balance covers a round of this cost if nothing is accepted."""
@@ -195,8 +194,7 @@ class Pace(Wrapper):
         """One line: how often each arm drafted, and its present estimates."""
         why = {}
         for arm in self.arms:
-            alpha = arm.drafter.rule.skill.mean()
-            price = arm.further(self.now.n)
-            why[arm.name] = f" ({alpha:.0%} accepted, each token costs {price:.0%} of a pass)"
+            alpha = f"{arm.drafter.rule.skill.mean():.0%} accepted"
+            why[arm.name] = f" ({alpha}, each token costs {arm.further(self.now.n):.0%} of a pass)"
         often = self.chosen.most_common()
         return ", ".join(f"{name} in {count} rounds{why.get(name, '')}" for name, count in often)

@@ -63,7 +63,6 @@ def test_auto_is_never_far_below_the_best(damp, T):
             drafter = way()
             start = clock.host
             found[name] = 1000 * written(drafter) / (clock.host - start)
-            print(name, found[name], drafter and name == "auto" and drafter.summary())
     best = max(found.values())
     assert found["auto"] >= 0.97 * found["plain"], found
     assert found["auto"] >= 0.95 * best, found
