@@ -17,7 +17,7 @@ from methods.arms import KNOWN, Arm, Copies, candidates
 from methods.suffix import Suffix
 
 STAKE = 2.0     # passes that may be lost before anything is won
-RISK = 0.005     # what exploring may cost, as a share of plain decoding
+RISK = 0.005    # what exploring may cost, as a share of plain decoding
 MARGIN = 0.05   # an arm must promise this much more than plain decoding
 REST = 0.01     # of a round: choosing takes no more of it, nor does a stop rule
 COPY = 7  # tokens that may be copied: with the last one a block of eight, as recorded ones are
