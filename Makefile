@@ -1,4 +1,5 @@
-# `make demo` and `make test` do all the set-up there is: a virtual environment in .venv with the pinned packages.
+# `make demo` and `make test` do all the set-up there is. It is a virtual environment in .venv with the pinned packages and
+# with this project, in place.
 PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
@@ -80,8 +81,8 @@ benchmarks: $(VENV)/dev $(SHIPPED:%=results/%/skip.json) \
   $(patsubst %,results/%.json,search counts plain quant $(SHIPPED:%=%-self) $(SHIPPED:%=%-heads) stories-plain-heads \
     $(SHIPPED:%=%-dynamic) stories-plain-dynamic beyond)
 	cp results/beyond.json lab/notebooks/beyond.json
-	$(PY) tests/test_golden.py
-	$(PY) porting/make.py stories
+	$(PY) -m tests.test_golden
+	$(PY) -m porting.make stories
 	$(MAKE) notebooks picture
 
 results/%/skip.json:
@@ -117,10 +118,11 @@ lint: $(VENV)/dev
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache
 
-$(VENV)/run: requirements.txt
+$(VENV)/run: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, e.g. make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index -e .
 	@touch $@
 
 $(VENV)/dev: requirements-dev.txt $(VENV)/run

@@ -54,7 +54,7 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
     model = model.eval().to(dtype or DTYPES[files[EMBED].dtype])
     model.scale = torch.full((), c.embed_scale, dtype=model.tok.dtype, device=device)
     for module, key, names in layout(model):
-        filled = torch.empty_like(getattr(module, key), device=device)
+        filled = torch.empty_like(module.get_parameter(key), device=device)
         for name, piece in zip(names, split(module, key, filled), strict=True):
             if part:
                 stored = part.read(files[name], stored_shape(name, piece))
@@ -96,7 +96,7 @@ def save(model, folder, tokenizer):
 
 
 def encode(tokenizer, text, bos=None, special=True):
-    """The ids of a prompt, as `AutoTokenizer` makes them: the post-processor of tokenizer.json
+    """The ids of a prompt, as `AutoTokenizer` makes them. The post-processor of tokenizer.json
     alone decides whether a begin-of-text id comes first. An empty prompt becomes `bos`, the model's
     begin-of-text id. special: False for a chat template, which renders its special tokens."""
     with guarded("the tokenizer cannot take this prompt"):
@@ -159,11 +159,11 @@ def parts(model):
     ('model.layers.0.self_attn.q_proj.weight', 2, 3, 2, 4)
     """
     for module, key, names in layout(model):
-        yield from zip(names, split(module, key, getattr(module, key)), strict=True)
+        yield from zip(names, split(module, key, module.get_parameter(key)), strict=True)
 
 
 def stored_shape(name, piece):
-    """A checkpoint stores vectors and matrices only: (..., dim) is flattened to (rows, dim)."""
+    """A checkpoint stores only vectors and matrices, so (..., dim) is flattened to (rows, dim)."""
     if piece.dim() == 1 or name.endswith("bias"):
         return (piece.numel(),)
     return piece.shape[:-1].numel(), piece.shape[-1]
@@ -183,8 +183,8 @@ def check_tensors(files, model):
             raise ValueError(f"tensor {name} is stored as {dtype}, and known are "
                              f"{', '.join(DTYPES)}: take the checkpoint that was not quantised")
         if name not in want:
-            raise ValueError(f"tensor {name}: this architecture has no use for it, so the logits "
-                             "would be wrong: a variant of it, or a quantised checkpoint?")
+            raise ValueError(f"unexpected tensor {name}: this architecture does not use it, so the "
+                             "logits would be wrong. Is this a variant, or a quantised checkpoint?")
         if want[name] != shape:
             raise ValueError(f"tensor {name}: config.json needs {want[name]}, found {shape}")
 

@@ -1,4 +1,4 @@
-"""From config.json to a Config, and back: one function for each family of models.
+"""From config.json to a Config, and back, with one function for each family of models.
 
 The one thing to remember: a setting that this library would compute wrongly is refused, and the
 error names it.
@@ -87,8 +87,8 @@ class Settings:
             name == kinds[i % len(kinds)] for i, name in enumerate(named)))
 
     def never_slide(self):
-        """For Qwen, where a window slides over the layers from number `max_window_layers` on, unless
-        `layer_types` says for each whether it does."""
+        """In Qwen a window may slide over the layers from number `max_window_layers` on, unless
+        `layer_types` says for each layer whether it does. Here it must never slide."""
         slides = self["use_sliding_window"] and self["sliding_window"] is not None
         if self["layer_types"] is None and slides:
             self.check("use_sliding_window", self["max_window_layers"] >= self["num_hidden_layers"])
@@ -191,8 +191,8 @@ def read_config(folder):
 
 
 def read_eos(folder, given):
-    """The end-of-text ids: those of generation_config.json if it has the key, even null, else those
-    of config.json, which is `given`."""
+    """The end-of-text ids. If generation_config.json has the key, even as null, it decides.
+    Otherwise config.json does, which is `given`."""
     path = folder / "generation_config.json"
     settings = read_json(path) if path.is_file() else {}
     if "eos_token_id" not in settings:
@@ -218,7 +218,7 @@ def family_of(c):
 
 
 def write_config(c, dtype):
-    """The inverse of `read_config`, without the special ids: the content of config.json."""
+    """The content of config.json, as the inverse of `read_config`, without the special ids."""
     family = family_of(c)
     act = next(name for name, act in ACTS.items() if act == c.act)
     raw = {
@@ -228,9 +228,9 @@ def write_config(c, dtype):
         "torch_dtype": str(dtype).removeprefix("torch."),
         "tie_word_embeddings": c.tied,
         "rope_scaling": c.rope_scaling}
-    raw |= {key: getattr(c, field) for field, key in NUMBERS.items()}
+    raw |= {key: vars(c)[field] for field, key in NUMBERS.items()}
     if family == "gemma2":
-        raw |= {key: getattr(c, field) for field, key in GEMMA2.items()}
+        raw |= {key: vars(c)[field] for field, key in GEMMA2.items()}
         raw["hidden_activation"] = act
         scalar = round(c.query_scale ** -2, 6)
         raw["query_pre_attn_scalar"] = int(scalar) if scalar % 1 == 0 else scalar

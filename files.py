@@ -1,4 +1,4 @@
-"""Reading and writing files: bad input gives one clear line, and a kill at any moment loses
+"""Reading and writing files. Bad input gives one clear line, and a kill at any moment loses
 nothing.
 
 A new file replaces the old one only once all of it is on the disk.
@@ -22,8 +22,8 @@ def note(topic, line):
 
 
 def begin(path, writer=""):
-    """(the file that a link at `path` leads to, an empty temporary file beside it, and the
-    permissions of the new file: those of the old one, or what the umask leaves)."""
+    """(the file that a link at `path` leads to, an empty temporary file in its folder, and the
+    permissions of the new file, which are the old file's or what the umask leaves)."""
     target = Path(os.path.realpath(path))
     if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
         raise OSError("not a file that may be written")
@@ -34,7 +34,7 @@ def begin(path, writer=""):
 
 
 def check_writable(path):
-    """Raise OSError, in one line, where `replacing` would fail: now, not after minutes of work."""
+    """Raise OSError, in one line, where `replacing` would fail only after minutes of work."""
     try:
         begin(path)[1].unlink()
     except OSError as e:
@@ -55,7 +55,9 @@ def replacing(path, writer=""):
         temporary.chmod(mode)   # trap: of a new file safetensors lets only the owner read
         os.replace(temporary, target)
     except (OSError, SafetensorError) as e:
-        why = getattr(e, "strerror", None) or e
+        why = e
+        if isinstance(e, OSError):
+            why = e.strerror or e
         raise OSError(f"{path}: cannot be written ({why}); what was there before is "
                       "untouched") from None
     finally:
@@ -85,8 +87,8 @@ def check_folder(folder):
 
 
 def download_first(name):
-    """How to get a folder of this name, to end a message with, if the name may be that of a model on
-    the Hugging Face hub, OWNER/MODEL."""
+    """The end of a message that says how to get a folder of this name. It is empty unless the name
+    looks like OWNER/MODEL, a model on the Hugging Face hub."""
     owner, _, model = str(name).partition("/")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or Path(owner).exists():
         return ""

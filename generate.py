@@ -1,4 +1,4 @@
-"""The command line: a prompt goes in, and its continuation comes out token by token, coloured by
+"""The command line. A prompt goes in, and its continuation comes out token by token, coloured by
 origin.
 
     python generate.py "Once upon a time" --compare

@@ -77,7 +77,8 @@ class Teacher:
 
     def overlap(self, q):
         """The acceptance rate of tokens that are drawn from any q (1, T, V). It is the sum of
-        q min(1, p / q), which equals the sum of min(p, q) (Leviathan et al. 2023, Corollary 3.6)."""
+        q min(1, p / q), which equals the sum of min(p, q) (Leviathan et al. 2023, Corollary
+        3.6)."""
         both = torch.minimum(self.p, q).double().sum(-1)[0].cpu()
         # trap: a float32 sum of probabilities can exceed 1. NaN means an overflow, which `verify`
         # rejects

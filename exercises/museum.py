@@ -138,8 +138,6 @@ def in_a_ring(slots, coins):
     return tuple(text[2:4])
 
 
-
-
 def law_by_points(run, coins, points):
     """For a bug that uses a uniform twice: {text: share of the points (N, uniforms) at which it
     comes}."""

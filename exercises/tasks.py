@@ -121,8 +121,8 @@ TASKS = [
         "a_batch_without_a_draft[verify_tree] "
         "where_p_is_almost_q[verify_tree] where_p_is_almost_q[siblings]")
         + tests(COURSE, answers="long_drafts_of_a_large_vocabulary[verify_tree-None]")),
-    Task(16, "alpha", "support/stats.py", ("Counts.alpha",), 10, 1, tests(
-        by_hand="alpha_is_no_share_of_drafted_tokens")),
+    Task(16, "alpha", "support/stats.py", ("Counts.alpha",), 10, 1,
+         tests(COURSE, answers="alpha_is_no_share_of_drafted_tokens")),
     Task(17, "counterexample", "exercises/published.py", ("counterexample",), 25, 2,
          tests(COURSE, published="a_counterexample_to_the_first_failure")),
     Task(18, "draft_cost, speed, break_even", "exercises/published.py", ("draft_cost", "speed", "break_even"),

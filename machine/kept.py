@@ -1,5 +1,8 @@
-"""What is kept between runs in the user's cache folder: compiled loops, and measured costs. Anything
-here can be made again, and its name says what it depends on."""
+"""What is kept between runs in the user's cache folder.
+
+These are compiled loops and measured costs. Anything here can be made again, and its name says what
+it depends on.
+"""
 import hashlib
 import os
 import platform
@@ -26,7 +29,7 @@ def keep(path, content):
 
 
 def hardware(device):
-    """What the model runs on: the name of the GPU, or of the processor with the number of
+    """What the model runs on, as the name of the GPU or of the processor with the number of
     threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -40,8 +43,9 @@ def hardware(device):
 
 
 def identity(model, *facts):
-    """A name for everything that costs and recordings depend on: torch, the machine with its number
-    of threads, the shapes and dtypes of the weights, but not their values, and these facts."""
+    """A name for everything that costs and recordings depend on. This is torch, the machine with
+    its number of threads, the shapes and dtypes of the weights (not their values), and these
+    facts."""
     weights = [(name, tuple(w.shape), w.dtype) for name, w in model.state_dict().items()]
     device = model.tok.device
     facts = torch.__version__, hardware(device), device.type, model.c, weights, facts

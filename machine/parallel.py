@@ -19,7 +19,7 @@ al. 2019, Megatron-LM, arXiv 1909.08053, section 3.)
 """
 import os
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -178,10 +178,9 @@ def agreed_draft(draft):
 def moved(draft, device):
     """A Draft with its tensors on another device."""
     tensors = {}
-    for field in fields(draft):
-        value = getattr(draft, field.name)
+    for name, value in vars(draft).items():
         if isinstance(value, torch.Tensor):
-            tensors[field.name] = value.to(device)
+            tensors[name] = value.to(device)
     return replace(draft, **tensors)
 
 

@@ -34,7 +34,7 @@ class Calibrated(Rule):
         self.bars = [0.3] * gamma if bars is None else bars
         self.asks = True    # without that, a draft ends where it is longest
         self.sure = []      # [token][row]: the tenth of its confidence
-        self.reach = []     # of each row: the chance that all tokens so far, and the next, are right
+        self.reach = []     # by row, the chance that all tokens so far, and the next, are right
         self.skill = Beta(tests * prior, tests * (1 - prior), prior)
         self.trust = [Beta(prior=min(i + 0.5, 9.5) / 10) for i in range(1 + UNKNOWN)]
 
@@ -133,12 +133,13 @@ def self_draft(name, model, sublayers, costs):
     """The Arm of a SelfDraft. model: the target, or a ShortHead around it."""
     own = costs.pricing(sublayers, model.share)
     whole = costs.pricing(range(2 * model.c.n_layers))
-    return Arm(name, SelfDraft(model, sublayers, Calibrated()), by_token(lambda n: own(n) / whole(n)))
+    drafting = by_token(lambda n: own(n) / whole(n))
+    return Arm(name, SelfDraft(model, sublayers, Calibrated()), drafting)
 
 
 def head_draft(head, costs, vocab=None):
-    """The Arm of a trained head (methods/heads.py). It drafts with the draft vocabulary `vocab` (its
-    ids) if it has none of its own."""
+    """The Arm of a trained head (methods/heads.py). It drafts with the draft vocabulary `vocab`
+    (its ids) if it has none of its own."""
     if vocab:
         head = shorter(head, vocab)
     longest = head.price.longest
@@ -177,7 +178,7 @@ def quantised(twin, c, costs):
     return Arm("few bits", SelfDraft(twin, every, rule), by_token(price))
 
 
-def small_model(model, c, costs):
+def smaller(model, c, costs):
     """The Arm of a smaller model, whose step takes c of the target's, however long the text is."""
     drafter = ModelDraft(model, Calibrated())
     drafting = with_reading(lambda n, g: g * c, drafter, c, 0.0, costs)
@@ -197,7 +198,7 @@ def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None, small=
     if rough:
         models.append(quantised(*rough, costs))
     if small:
-        models.append(small_model(*small, costs))
+        models.append(smaller(*small, costs))
     if heads:
         arms = [head_draft(head, costs, vocab) for head in heads]
         return [max(arms, key=partial(promised, costs)), *models]

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 1. The forward pass: from a prompt to logits
 #
-# A language model is a function. Token ids go in. For every position a score comes out for each
-# possible next token. This notebook computes that function twice: in a few lines per part, straight
-# from the equations in the papers, and with the library's `model.py`. The two must agree.
+# A language model is a function. Token ids go in, and for every position a score for each possible
+# next token comes out. This notebook computes that function twice: in a few lines per part,
+# straight from the equations in the papers, and with the library's `model.py`. The two must agree.
 #
 # One observation carries the rest of the course. A transformer of L blocks is a sum: it starts from
 # the embedding and adds 2L updates, x ← x + f(x), one after the other. Leave some of the updates
@@ -11,7 +11,7 @@
 # model uses such a shorter list to draft its own next tokens, and then checks them with the whole
 # list.
 #
-# You need Python, and to know what a matrix product and a softmax are. About 45 minutes. The
+# You need Python, and should know what a matrix product and a softmax are. About 45 minutes. The
 # notebook also runs on a model of your own: change `MODEL`. (The first cell finds the repository
 # and imports `torch`, `checkpoint` and `plots`. JupyterLab folds it, as it does the cells that only
 # draw.)
@@ -29,15 +29,15 @@ torch.set_grad_enabled(False)                   # we train nothing here
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 c, device = model.c, model.tok.device
 print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} million weights on {device}")
-print(f"L = {c.n_layers} blocks, width {c.dim}, {c.n_heads} query heads, {c.n_kv_heads} key-value heads, "
-      f"D = {c.head_dim}, vocabulary V = {c.vocab_size}")
+print(f"L = {c.n_layers} blocks, width {c.dim}, {c.n_heads} query heads, "
+      f"{c.n_kv_heads} key-value heads, D = {c.head_dim}, vocabulary V = {c.vocab_size}")
 
 # %% [markdown]
 # ## Text becomes tokens
 #
 # The model does not see letters. It sees numbers from 0 to V - 1. A *tokenizer* cuts the text into
 # pieces and gives each piece its number. A frequent word is one piece; a rare word is several.
-# Before every prompt stands a special token that marks the beginning of a text. (Here it is called
+# Every prompt starts with a special token that marks the beginning of a text. (Here it is called
 # `<|endoftext|>`: where one text ends, the next begins.)
 #
 # **Predict:** how many pieces will the text below become? One per word, fewer, or more?
@@ -49,8 +49,9 @@ ids = checkpoint.encode(tokenizer, text, c.bos)
 pieces = [tokenizer.decode([t], skip_special_tokens=False) for t in ids]
 assert len(ids) > len(text.split())
 print(len(text.split()), "words,", len(ids), "tokens")
+numbered = list(zip(ids, pieces, strict=True))
 for start in range(0, len(ids), 8):
-    print("  ".join(f"{t} {piece!r}" for t, piece in list(zip(ids, pieces, strict=True))[start : start + 8]))
+    print("  ".join(f"{t} {piece!r}" for t, piece in numbered[start : start + 8]))
 
 # %% [markdown]
 # Punctuation has tokens of its own. A space belongs to the *beginning* of the piece that follows
@@ -100,7 +101,7 @@ print(len(states), "states of shape", tuple(states[0].shape), "-> logits", tuple
 # divided by the length of the stream it is added to.
 
 # %%
-lengths = torch.stack([s[0, 1:].norm(dim=-1).mean() for s in states])    # 1: without the start token
+lengths = torch.stack([s[0, 1:].norm(dim=-1).mean() for s in states])   # 1: not the start token
 updates = torch.stack([((b - a)[0, 1:].norm(dim=-1) / a[0, 1:].norm(dim=-1)).mean()
                        for a, b in zip(states, states[1:], strict=False)])
 for first, end in ((0, 2), (2, 6), (6, len(updates))):
@@ -198,7 +199,8 @@ assert torch.isclose(turn(q, 512) @ turn(k, 510), turn(q, 12) @ turn(k, 10))
 #
 # ## Attention: look back, and copy what fits
 #
-# $$\mathrm{attention}(Q, K, V) = \mathrm{softmax}\!\Big(\frac{QK^\top}{\sqrt D} + \text{mask}\Big)\,V
+# $$\mathrm{attention}(Q, K, V) =
+# \mathrm{softmax}\!\Big(\frac{QK^\top}{\sqrt D} + \text{mask}\Big)\,V
 # \qquad\text{(Vaswani et al. 2017, eq. 1)}$$
 #
 # Each position has three vectors. Its *query* says what it is looking for. Its *key* says what it
@@ -263,7 +265,8 @@ T = len(ids)
 previous = torch.zeros(T, T)
 first = torch.zeros(T, T)
 previous[range(1, T), range(T - 1)] = first[1:, 0] = 1
-after = torch.tensor([[float(0 < j < i and ids[j - 1] == ids[i]) for j in range(T)] for i in range(T)])
+after = torch.tensor([[float(0 < j < i and ids[j - 1] == ids[i]) for j in range(T)]
+                      for i in range(T)])
 found = {}
 for name, wanted in (("the token before", previous), ("the first token", first),
                      ("what followed last time", after)):
@@ -276,7 +279,8 @@ print("(block, head):", found)
 # %% jupyter={"source_hidden": true}
 shown = [0, *range(max(1, T - 20), T)]
 labels = ["start", *(plots.word(tokenizer, t) for t in ids[1:])]
-cut = {f"{name}\nblock {at[0]}, head {at[1]}": maps[at][shown][:, shown] for name, at in found.items()}
+cut = {f"{name}\nblock {at[0]}, head {at[1]}": maps[at][shown][:, shown]
+       for name, at in found.items()}
 plots.draw_maps(cut, [labels[t] for t in shown], after[shown][:, shown])
 
 # %% [markdown]
@@ -289,7 +293,8 @@ plots.draw_maps(cut, [labels[t] for t in shown], after[shown][:, shown])
 #
 # ## The MLP: each position by itself
 #
-# $$\mathrm{MLP}(x) = W_\mathrm{down}\,\big(\mathrm{act}(W_\mathrm{gate}\,x) \odot W_\mathrm{up}\,x\big)
+# $$\mathrm{MLP}(x) =
+# W_\mathrm{down}\,\big(\mathrm{act}(W_\mathrm{gate}\,x) \odot W_\mathrm{up}\,x\big)
 # \qquad\text{(SwiGLU: Shazeer 2020)}$$
 #
 # Here no position sees another one. The gate decides how much of each hidden unit gets through.
@@ -349,16 +354,16 @@ plots.draw_lens(said, sure, depths, labels[-9:], tokenizer)
 # embedding table itself (`tied`), the model mostly repeats the token it has just read.
 #
 # Now the same over a longer text, a story that the model did not write. After each sub-layer, how
-# often is the most likely token already that of the whole model?
+# often does the most likely token already agree with the whole model's?
 
 # %%
 from support.texts import read_prompts
 
 
 def agreement_on(kind):
-    """How often the most likely token after each sub-layer is that of the whole model. (2L,)"""
+    """How often each sub-layer's most likely token is already the whole model's. (2L,)"""
     ids = checkpoint.encode(tokenizer, read_prompts(kind)[0]["text"], c.bos)[:200]
-    trace = dict.fromkeys(range(2 * c.n_layers))                # `run` fills in the states we ask for
+    trace = dict.fromkeys(range(2 * c.n_layers))                # `run` fills in these states
     at = Placement.span(0, len(ids), device)
     model.run(model.embed(torch.tensor([ids], device=device)), at, trace=trace)
     best = torch.stack([model.unembed(trace[i])[0].argmax(-1) for i in trace])      # (2L, T)
@@ -369,8 +374,9 @@ agreement = agreement_on("stories")
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=8)
-plots.curves(side, range(1, 2 * c.n_layers + 1), {"agreement": agreement}, xlabel="sub-layers applied",
-             ylabel="share of tokens", ylim=(0, 1.02), title="same most likely token as the whole model")
+plots.curves(side, range(1, 2 * c.n_layers + 1), {"agreement": agreement},
+             xlabel="sub-layers applied", ylabel="share of tokens", ylim=(0, 1.02),
+             title="same most likely token as the whole model")
 side.plot([0, 2 * c.n_layers], [0, 1], color="#808080", ls=":", lw=1)
 figure
 
@@ -382,12 +388,13 @@ figure
 # **Try it:** read code instead of a story: `agreement_on("code")`. Where will the curve be lower?
 #
 # <details><summary>Answer</summary>
-# Above all in its first half, but by little. (With 200 tokens, a difference below 0.1 may be
+# Mostly in its first half, and only by a little. (With 200 tokens, a difference below 0.1 may be
 # chance.)
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-lower = (agreement_on("stories") - agreement_on("code")).view(2, -1).mean(1).tolist()   # of each half
+lower = agreement_on("stories") - agreement_on("code")
+lower = lower.view(2, -1).mean(1).tolist()                      # of each half
 assert Path(MODEL).name != "stories-llama" or 0.1 > lower[0] > abs(lower[1])
 print(f"lower on code by {lower[0]:.2f} in the first half, by {lower[1]:.2f} in the second")
 
@@ -406,8 +413,8 @@ print(f"range({2 * E}) is the exit after {E} blocks: it says",
 # it off the last column of the logit lens, then set `E` and run the cell.
 #
 # <details><summary>Answer</summary>
-# After 2 blocks what the whole model says, here " because". After 0 blocks it repeats " sad", the
-# token that it has just read.
+# After 2 blocks it says what the whole model says, here " because". After 0 blocks it repeats "
+# sad", the token that it has just read.
 # </details>
 #
 # ## What Gemma-2 does differently
@@ -415,7 +422,7 @@ print(f"range({2 * E}) is the exit after {E} blocks: it says",
 # The second family differs from Llama in eight fields of the configuration. Each is read on one
 # line of `model.py`, except `post_norm` (two lines) and `window`. There is no second class.
 
-# %%
+# %% jupyter={"source_hidden": true}
 import math
 from dataclasses import fields, replace
 
@@ -423,8 +430,8 @@ from model import Config, Transformer
 
 gemma, words = checkpoint.load(ROOT / "weights" / "stories-gemma2", dtype=torch.float32)
 llama = {f.name: f.default for f in fields(Config)}
-differs = ["act", "norm_offset", "embed_scale", "post_norm", "query_scale", "attn_softcap", "final_softcap",
-           "window"]
+differs = ["act", "norm_offset", "embed_scale", "post_norm", "query_scale", "attn_softcap",
+           "final_softcap", "window"]
 assert len(differs) == 8 and all(getattr(gemma.c, name) != llama[name] for name in differs)
 own = checkpoint.encode(words, read_prompts("stories")[0]["text"], gemma.c.bos)[:200]
 line = torch.tensor([own], device=device)                       # the story in Gemma-2's own tokens
@@ -441,9 +448,9 @@ for name in differs:
 #   2, section 2).
 # - `window`: every second block sees only the last `window` tokens.
 #
-# How much does each field matter? Set one at a time to Llama's value, keep all the weights, and
-# measure the loss on the same story: minus the natural logarithm of the probability of each next
-# token, averaged. (Its unit is the *nat*.)
+# How much does each field matter? Set one field at a time to Llama's value, keep all the weights,
+# and measure the loss on the same story. (The loss is minus the natural logarithm of the
+# probability of each next token, averaged. Its unit is the *nat*.)
 #
 # **Predict:** which field does the most damage when it is wrong? Which one would you not notice?
 
@@ -454,7 +461,7 @@ def losses(m):
 
 def with_field(name):
     other = Transformer(replace(gemma.c, **{name: llama[name]})).to(device)
-    other.load_state_dict(gemma.state_dict(), strict=False)             # all weights but unused post-norms
+    other.load_state_dict(gemma.state_dict(), strict=False)     # all weights but unused post-norms
     return other.eval()
 
 
@@ -470,15 +477,14 @@ plots.draw_losses(means, uniform=math.log(gemma.c.vocab_size))
 # Three mistakes ruin the text, so you find them at once. Norms that multiply by w instead of 1 + w
 # do the most damage: the loss is larger than if all tokens were equally likely. The other mistakes
 # hardly change the loss, by no more than about its own error (±), and the text still looks right.
-# Without `final_softcap` it even falls, by far less than its error, which means nothing. So a loss
-# does not say which variant is the right one. Those are the dangerous mistakes when you port a
+# Without `final_softcap` the loss even falls, by far less than its error, which means nothing. So a
+# loss cannot tell which variant is the right one. These are the dangerous mistakes when you port a
 # model, and the reason why the library's tests compare logits. (`query_scale` changes nothing,
 # since here it equals 1 / √D.)
 #
 # ## Questions
 #
-# Answer first. Then unfold the answer. The check below it is folded with it: unfold and run it,
-# too.
+# Answer first. Then unfold the answer, and run the check that is folded below it.
 #
 # **1.** Swap the third and the fourth token of the prompt. Which rows of the logits change?
 #
@@ -531,9 +537,11 @@ print("with the MLPs alone, each position sees only its own token")
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 from control import weight_costs
 
-matrices = sum(p.numel() for n, p in model.named_parameters() if p.dim() > 1 and (c.tied or n != "tok"))
+matrices = sum(p.numel() for name, p in model.named_parameters()
+               if p.dim() > 1 and (c.tied or name != "tok"))
 assert weight_costs(c).whole == matrices
-print(f"{matrices:,} numbers per token, of which the head has {weight_costs(c).head / matrices:.0%}")
+print(f"{matrices:,} numbers per token, of which the head has "
+      f"{weight_costs(c).head / matrices:.0%}")
 
 # %% [markdown]
 # **4.** Why is RoPE applied to queries and keys, but not to values?

@@ -30,16 +30,16 @@ print(len(prompt), "tokens in the prompt; the context holds", c.max_len)
 # %% [markdown]
 # ## Without a cache
 #
-# The obvious way to write: run the model over the whole text, take the most likely next token,
-# append it, repeat.
+# The obvious way to write is to run the model over the whole text, take the most likely next token,
+# append it, and repeat.
 
 # %%
 def write(ids, count):
-    """Greedy decoding without a cache. Returns the text, and how many positions were computed for it."""
+    """Greedy decoding without a cache. Returns the text, and how many positions it computed."""
     ids = list(ids)
     computed = 0
     for _ in range(count):
-        logits = model(torch.tensor([ids], device=device))      # (1, T, V): every position, every time
+        logits = model(torch.tensor([ids], device=device))      # (1, T, V): all of it, every time
         computed += len(ids)
         ids.append(int(logits[0, -1].argmax()))
     return ids, computed
@@ -75,10 +75,10 @@ print("k and v:", tuple(cache.k.shape), "= blocks, rows, key-value heads, slots,
 def write_cached(ids, count, cache):
     ids = list(ids)
     computed = 0
-    first = 0                                                   # the first pass reads the whole prompt
+    first = 0                                                   # the first pass reads all of it
     for _ in range(count):
         tokens = torch.tensor([ids[first:]], device=device)
-        at = Placement.span(first, len(ids), device)              # slot = position: one range gives both
+        at = Placement.span(first, len(ids), device)            # slot = position: one range
         x = model.run(model.embed(tokens), at, cache)
         computed += tokens.shape[1]
         ids.append(int(model.unembed(x[:, -1:])[0, -1].argmax()))
@@ -111,8 +111,8 @@ times = interleave(actions, repeats=5)      # seconds: the median of five; the a
 # %% jupyter={"source_hidden": true}
 figure, ((left, right),) = plots.axes(1, 2)
 spent = {f"{kind} a cache": [1e3 * times[kind, n] for n in lengths] for kind in ("without", "with")}
-plots.curves(left, lengths, spent, xlabel="length of the text", ylabel="milliseconds for one more token",
-             ylim=(0, None))
+plots.curves(left, lengths, spent, xlabel="length of the text",
+             ylabel="milliseconds for one more token", ylim=(0, None))
 work = {"without a cache": [n * (n + 1) // 2 for n in lengths], "with a cache": lengths}
 plots.curves(right, lengths, work, xlabel="length of the text",
              ylabel="positions computed for the whole text")
@@ -174,7 +174,7 @@ back = 0
 cache = KVCache(c, 1, n + 16, model.attention_dtype(), device)
 step(prompt, 0, cache)
 rubbish = prompt + torch.randint(c.vocab_size, (10,)).tolist()
-step(rubbish, n, cache)                                         # ten wrong tokens fill slots n .. n+9
+step(rubbish, n, cache)                                         # ten wrong tokens from slot n on
 after = step(slow[: n + 3], n + back, cache)                    # roll back: start again at slot n
 clean = model(torch.tensor([slow[: n + 3]], device=device))[0, -1]
 print("after rubbish and rolling back, largest difference:", float((after - clean).abs().max()))
@@ -205,9 +205,10 @@ def positions(first, count):
 
 
 window = 5
+block = positions(6, 4)
 cases = {"the prompt: 6 tokens from slot 0": visible(positions(0, 6), positions(0, 6), 12),
-         "a block of 4 from slot 6": visible(positions(6, 4), positions(6, 4), 12),
-         f"the same, with a window of {window}": visible(positions(6, 4), positions(6, 4), 12, window=window)}
+         "a block of 4 from slot 6": visible(block, block, 12),
+         f"the same, with a window of {window}": visible(block, block, 12, window=window)}
 plots.draw_masks(cases)
 
 # %% [markdown]
@@ -300,7 +301,8 @@ right = after_a_rejection(True)
 forgot = after_a_rejection(False)
 print(f"probability that moved: {float((right - forgot).abs().sum() / 2):.3f}")
 for name, p in (("truncated", right), ("forgotten", forgot)):
-    print(name, [(tokenizer.decode([t]), round(float(p[t]), 3)) for t in p.topk(3).indices.tolist()])
+    top = p.topk(3).indices.tolist()
+    print(name, [(tokenizer.decode([t]), round(float(p[t]), 3)) for t in top])
 
 # %% [markdown]
 # There is no error, only a different distribution: the model reads a token that is not in the text.
@@ -326,7 +328,8 @@ word = tokenizer.encode(" had").ids[-1]
 one, two = [i for i, t in enumerate(reading) if t == word][:2]
 cache = KVCache(c, 1, len(reading), model.attention_dtype(), device)
 step(reading, 0, cache)
-alike = torch.cosine_similarity(cache.v[:, 0, :, one].flatten(1), cache.v[:, 0, :, two].flatten(1)).cpu()
+values = [cache.v[:, 0, :, at].flatten(1) for at in (one, two)]         # (L, H_kv * D) of each
+alike = torch.cosine_similarity(*values).cpu()
 assert torch.isclose(alike[0], torch.tensor(1.0), atol=1e-4) and alike[1:].max() < 0.9999
 
 # %% jupyter={"source_hidden": true}
@@ -352,11 +355,12 @@ from model import Transformer
 gemma, _ = checkpoint.load(ROOT / "weights" / "stories-gemma2", dtype=torch.float32)
 narrow = Transformer(replace(gemma.c, window=4)).to(device)
 narrow.load_state_dict(gemma.state_dict())
-narrow.double()                                     # so that rounding does not hide a weak influence
+narrow.double()                                     # rounding would hide a weak influence
 T = 24
-line = torch.randint(gemma.c.vocab_size, (1, T), generator=torch.Generator().manual_seed(0)).to(device)
+g = torch.Generator().manual_seed(0)
+line = torch.randint(gemma.c.vocab_size, (1, T), generator=g).to(device)
 changed = line.repeat(T, 1)
-changed[range(T), range(T)] = (line[0] + 1) % gemma.c.vocab_size        # row j: token j is different
+changed[range(T), range(T)] = (line[0] + 1) % gemma.c.vocab_size        # row j: token j differs
 sliding = [[2 * i, 2 * i + 1] for i in range(0, gemma.c.n_layers, 2)][:6]
 reach = []
 for count in range(len(sliding) + 1):
@@ -364,13 +368,14 @@ for count in range(len(sliding) + 1):
     at = Placement.span(0, T, device)
     a, b = (narrow.run(narrow.embed(t), at, sublayers=subs)[:, -1] for t in (line, changed))
     reach.append(((a - b).abs().amax(1) > 1e-8).float().cpu())
-    assert int(reach[-1].sum()) == min(T, 1 + 3 * count), "each block reaches window - 1 = 3 further"
+    assert int(reach[-1].sum()) == min(T, 1 + 3 * count), "each block reaches 3 further"
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=8, height=2.6)
 side.imshow(torch.stack(reach), cmap="Greys", vmin=0, vmax=1.4, aspect="auto")
-side.set(xlabel="the token that was changed (the last one is on the right)", ylabel="sliding blocks run",
-         title="black: the last position notices", yticks=range(len(reach)))
+side.set(xlabel="the token that was changed (the last one is on the right)",
+         ylabel="sliding blocks run", title="black: the last position notices",
+         yticks=range(len(reach)))
 figure
 
 # %% [markdown]
@@ -389,7 +394,7 @@ def cache_bytes(layers, kv_heads, head_dim, slots, batch=1, size=2):
 cache = KVCache(c, batch=3, slots=c.max_len, dtype=torch.float32, device=device)
 predicted = cache_bytes(c.n_layers, c.n_kv_heads, c.head_dim, c.max_len, batch=3, size=4)
 assert predicted == cache.k.nbytes + cache.v.nbytes
-print(f"three rows of {c.max_len} slots in float32: {predicted / 2**20:.1f} MiB, predicted and measured")
+print(f"three rows of {c.max_len} slots in float32: {predicted / 2**20:.1f} MiB, as predicted")
 
 # %% [markdown]
 # The same formula for two models that are too large for this notebook. Llama 3 8B has 32 blocks and
@@ -431,7 +436,8 @@ figure
 # bits per number (`size=1`)?
 #
 # <details><summary>Answer</summary>
-# 7.9 GB are left, and a text takes one gibibyte: seven, and fourteen.
+# 7.9 GB are left. A text takes one gibibyte, so seven fit. With 8 bits it takes half of one, so
+# fourteen do.
 # </details>
 #
 # ## Questions
@@ -481,7 +487,7 @@ print("NaN in slots that no token may see reached the logits")
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 slots = positions(20, 1)
-assert visible(slots, slots, 21)[0, 0].tolist() == [True] * 21  # itself, too: its own key is there by then
+assert visible(slots, slots, 21)[0, 0].tolist() == [True] * 21  # its own key is there by then
 assert not visible(positions(19, 1), positions(19, 1), 21)[0, 0, 20]
 print("slot 20 is first read by the token that has just overwritten it")
 
@@ -498,7 +504,8 @@ print("slot 20 is first read by the token that has just overwritten it")
 weights = 8.03e9 * 2
 one_text = cache_bytes(32, 8, 128, 8192)
 assert round(weights / 1e9) == 16 and 14 < weights / one_text < 15
-assert [int((24e9 - weights) // (one_text * share)) for share in (1, 0.5)] == [7, 14]   # the trial above
+fitting = [int((24e9 - weights) // (one_text * share)) for share in (1, 0.5)]   # the trial above
+assert fitting == [7, 14]
 print("from the fifteenth text on")
 
 # %% [markdown]

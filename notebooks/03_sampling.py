@@ -17,7 +17,8 @@ torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 c = model.c
 device = model.tok.device
-prompt = checkpoint.encode(tokenizer, "One day, a little girl went to the park. There she saw a big", c.bos)
+opening = "One day, a little girl went to the park. There she saw a big"
+prompt = checkpoint.encode(tokenizer, opening, c.bos)
 logits = model(torch.tensor([prompt], device=device))[0, -1].cpu()     # (V,): for the next token
 print("logits", tuple(logits.shape), "from", float(logits.min()), "to", float(logits.max()))
 
@@ -33,8 +34,8 @@ p = p / p.sum()
 assert torch.allclose(p, logits.softmax(-1))
 top = p.argsort(descending=True)[:12]
 names = [plots.word(tokenizer, t) for t in top.tolist()]
-print(f"the {len(top)} most likely of {c.vocab_size:,} tokens have {float(p[top].sum()):.0%} of the "
-      f"probability; the least likely one has {float(p.min()):.1e}")
+print(f"the {len(top)} most likely of {c.vocab_size:,} tokens have {float(p[top].sum()):.0%} "
+      f"of the probability; the least likely one has {float(p.min()):.1e}")
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=8, height=3)
@@ -120,9 +121,9 @@ sides[0].set_ylabel("probability")
 figure
 
 # %% [markdown]
-# The outlines show the distribution before the cut. Removing more of the tail raises what is left
-# by more. How many tokens stay depends on how sure the model is. Let us read a story and count, at
-# each position, how many tokens could follow.
+# The outlines show the distribution before the cut. The more of the tail a cut removes, the more it
+# raises what is left. How many tokens stay depends on how sure the model is. Let us read a story
+# and count, at each position, how many tokens could follow.
 #
 # **Predict:** which of the three curves is flat? Which of the other two jumps higher?
 
@@ -142,7 +143,8 @@ for (name, counts), hue, line in zip(stay.items(), plots.HUES, ("-", "--", ":"),
     side.step(range(len(story)), counts, where="mid", color=hue, ls=line, lw=1.8, label=name)
 words = ["start", *(plots.word(tokenizer, t)[:9] for t in story[1:])]
 side.set_xticks(range(len(story)), words, rotation=90, fontsize=9)
-side.set(xlabel="after this token", ylabel="tokens that may follow", yscale="log", xlim=(-1, len(story)))
+side.set(xlabel="after this token", ylabel="tokens that may follow", yscale="log",
+         xlim=(-1, len(story)))
 side.legend(frameon=False)
 figure
 
@@ -170,7 +172,8 @@ hot = 1.8
 first = to_probs(logits, temperature=hot, top_p=0.8)                    # temperature, then top-p
 kept = to_probs(logits, temperature=1.0, top_p=0.8)                     # top-p, then temperature
 last = to_probs(kept.log(), temperature=hot)
-print(f"probability that must move to turn one into the other: {float((first - last).abs().sum() / 2):.2f}")
+moves = float((first - last).abs().sum() / 2)
+print(f"probability that must move to turn one into the other: {moves:.2f}")
 assert hot < 1 or (first > 0).sum() >= (last > 0).sum()
 
 # %% jupyter={"source_hidden": true}
@@ -208,7 +211,7 @@ def pick(p, u):
     reached = 0.0
     for token, weight in enumerate(p.double().tolist()):
         reached += weight
-        if u * total < reached:                                 # strictly: a piece of length 0 is never hit
+        if u * total < reached:                                 # strictly: never an empty piece
             return token
     return token
 
@@ -230,8 +233,8 @@ from sampling import Coins, uniforms
 coins = Coins(seed=3)
 for u in uniforms(3, 0, 50).tolist():
     assert pick(short, u) == int(coins.choose(short))
-print("fifty tokens, chosen by hand and by the library:", [tokenizer.decode([pick(short, u)])
-                                                           for u in uniforms(3, 0, 5).tolist()], "...")
+five = [tokenizer.decode([pick(short, u)]) for u in uniforms(3, 0, 5).tolist()]
+print("fifty tokens, chosen by hand and by the library:", five, "...")
 
 # %% [markdown]
 # ## Where the coins come from
@@ -251,7 +254,7 @@ def splitmix(seed, i):
     return z ^ (z >> 31)
 
 
-assert splitmix(0, 0) == 0xE220A8397B1DCDAF                     # the published first number of seed 0
+assert splitmix(0, 0) == 0xE220A8397B1DCDAF                     # as published, for seed 0
 naive = [(splitmix(42, i) >> 11) * 2.0**-53 for i in range(1000)]
 assert naive == uniforms(42, 0, 1000).tolist()
 print(naive[:3])
@@ -305,11 +308,12 @@ def chi_square(p, drawn):
 
 draws = 20_000
 some = to_probs(logits, temperature=1.0, top_k=10)
-some = some[some > 0]                                           # the ten pieces, without thousands of zeros
+some = some[some > 0]                                           # without thousands of zeros
 rounded = (some * 20).round() / 20 + 0.001
 for name, weights in (("the library", some), ("rounded to 1/20", rounded)):
     x, chance = chi_square(some, Coins(0).choose(weights.expand(draws, -1)))
-    print(f"{name:16} chi-square {x:7.1f}; a correct sampler reaches it with probability {chance:.3f}")
+    print(f"{name:16} chi-square {x:7.1f}; "
+          f"a correct sampler reaches it with probability {chance:.3f}")
 
 # %% [markdown]
 # **Try it:** with 20,000 draws the mistake is obvious. Set `draws` to 200, then to 20. What do you
@@ -329,7 +333,7 @@ good = torch.tensor([chi_square(some, row)[0] for row in many])
 many = Coins(1).choose(rounded.expand(200 * 2000, -1)).view(200, 2000)
 bad = torch.tensor([chi_square(some, row)[0] for row in many])
 assert abs(good.mean() - 9) < 1.2 and bad.mean() > good.mean()
-limit = 16.92                                                   # 5 % of a correct sampler's tests lie beyond
+limit = 16.92                                                   # a correct one exceeds it in 5 %
 assert abs(torch.special.gammaincc(torch.tensor(4.5), torch.tensor(limit / 2)) - 0.05) < 1e-4
 print(f"beyond the limit: {(good > limit).float().mean():.1%} of the correct sampler's tests "
       f"(of 200: ± {(0.05 * 0.95 / 200) ** 0.5:.1%})")
@@ -337,10 +341,12 @@ print(f"beyond the limit: {(good > limit).float().mean():.1%} of the correct sam
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=8, height=3)
 edges = torch.logspace(0, 3, 61).tolist()
-for values, hue, name in ((good, plots.HUES[0], "the library"), (bad, plots.HUES[1], "rounded to 1/20")):
+for values, hue, name in ((good, plots.HUES[0], "the library"),
+                          (bad, plots.HUES[1], "rounded to 1/20")):
     side.hist(values.numpy(), bins=edges, color=hue, alpha=0.6, label=name)
 side.axvline(limit, color="#404040", ls="--", label="the 5 % limit")
-side.set(xlabel="chi-square of 2,000 draws of ten tokens", ylabel="how many of 200 tests", xscale="log")
+side.set(xlabel="chi-square of 2,000 draws of ten tokens", ylabel="how many of 200 tests",
+         xscale="log")
 side.legend(frameon=False, fontsize=9, loc="upper left")
 figure
 
@@ -364,7 +370,8 @@ figure
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-assert torch.allclose(to_probs(logits, temperature=1e9), torch.full_like(p, 1 / c.vocab_size), rtol=1e-3)
+uniform = torch.full_like(p, 1 / c.vocab_size)
+assert torch.allclose(to_probs(logits, temperature=1e9), uniform, rtol=1e-3)
 print("uniform over", c.vocab_size, "tokens")
 
 # %% [markdown]

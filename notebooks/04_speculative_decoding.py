@@ -4,9 +4,9 @@
 # A cheap model drafts a few tokens. The expensive one, the *target*, checks all of them in one
 # pass, and keeps them up to the first one it rejects (Leviathan et al. 2023,
 # [2211.17192](https://arxiv.org/abs/2211.17192), and, independently, Chen et al. 2023,
-# [2302.01318](https://arxiv.org/abs/2302.01318)). First the *mechanism*, a program on one page.
-# Then the *proof*: three lines, and an enumeration of everything that can happen. Then the
-# *economics*: when to turn it off.
+# [2302.01318](https://arxiv.org/abs/2302.01318)). We begin with the *mechanism*, a program on one
+# page. Then comes the *proof*: three lines, and an enumeration of everything that can happen. Last
+# come the *economics*: when to turn it off.
 #
 # You need [3, sampling](03_sampling.ipynb), and the cache of [2](02_kv_cache.ipynb). About 45
 # minutes.
@@ -22,7 +22,7 @@ torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 c = model.c
 device = model.tok.device
-EXIT = max(1, c.n_layers // 6)                                  # the first sixth of the blocks will draft
+EXIT = max(1, c.n_layers // 6)                                  # a sixth of the blocks will draft
 prompt = checkpoint.encode(tokenizer, "Once upon a time, there was a little", c.bos)
 print(f"{EXIT} of {c.n_layers} blocks draft; the whole model checks")
 
@@ -34,6 +34,7 @@ print(f"{EXIT} of {c.n_layers} blocks draft; the whole model checks")
 # whole model say?
 #
 # We take a story, and in it a place where the part and the whole model disagree a good deal.
+# (`Teacher` finds it; notebook 6 explains how.)
 
 # %%
 import inspect
@@ -44,10 +45,10 @@ from support.texts import read_prompts
 
 probs = lambda z: to_probs(z, temperature=1.0, top_k=8)
 story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:80]
-agree = Teacher(model, story, probs).acceptance(range(2 * EXIT))        # (T,): notebook 6; 1 where p = q
-after = 5 + int((agree[5:] - 0.6).abs().argmin())               # not among the first words; closest to 0.6
+agree = Teacher(model, story, probs).acceptance(range(2 * EXIT))        # (T,): 1 where p = q
+after = 5 + int((agree[5:] - 0.6).abs().argmin())               # closest to 0.6; not at the start
 place = story[: after + 1]                                      # the text up to there
-with torch.device(device):                                      # minimal.py makes its tensors on one device
+with torch.device(device):                                      # where minimal.py makes tensors
     p = minimal.distribution(model, place, c.n_layers, probs).cpu()     # (V,) the whole model
     q = minimal.distribution(model, place, EXIT, probs).cpu()           # (V,) its first blocks
 print("...", tokenizer.decode(place[-16:]), "...")
@@ -87,7 +88,8 @@ with torch.device(device):
     for drafted, accepted, new in minimal.rounds(model, prompt, 24, EXIT, gamma, probs, Coins(1)):
         verdicts = ["accepted"] * accepted + ["REJECTED"] * (accepted < len(drafted))
         verdicts += ["dead"] * (len(drafted) - len(verdicts))
-        line = ", ".join(f"{tokenizer.decode([t])!r} {v}" for t, v in zip(drafted, verdicts, strict=True))
+        line = ", ".join(f"{tokenizer.decode([t])!r} {verdict}"
+                         for t, verdict in zip(drafted, verdicts, strict=True))
         print(f"{line:60} -> {tokenizer.decode(new)!r}")
 
 # %% [markdown]
@@ -109,10 +111,10 @@ cached = inspect.getsource(minimal.rounds_with_cache)
 print(cached[cached.index("        # Draft") : cached.index("        accepted, token")])
 
 # %% [markdown]
-# - The first blocks read D, the last known token, and each drafted token as it comes. What they
-#   make of it (`xs`) is kept: the whole model would compute the same.
+# - The first blocks read D, the last known token, and each drafted token as it comes. Their states
+#   (`xs`) are kept, because the whole model would compute the same.
 # - The other blocks read all of them in one pass. So a round reads the weights of the first blocks
-#   gamma + 1 times, and those of the others once.
+#   gamma + 1 times, and all other weights once.
 # - Nothing is taken back after a rejection. The next round begins at a lower place and overwrites
 #   it.
 #
@@ -142,19 +144,20 @@ print("equal, all", sum(map(len, texts[0])), "tokens")
 # %%
 common = torch.minimum(p, q)
 residual = (p - q).clamp(min=0)
+
+# %% tags=["gallery"] jupyter={"source_hidden": true}
 shown = ((p + q) > 0).nonzero()[:, 0]
 shown = shown[p[shown].argsort(descending=True, stable=True)]
 names = [plots.word(tokenizer, t) for t in shown.tolist()]
-
-# %% tags=["gallery"] jupyter={"source_hidden": true}
 figure, (sides,) = plots.axes(1, 3, width=3.4, height=3.2)
 plots.bars(sides[0], names, p[shown], plots.HUES[0], -0.2, 0.4, label="p")
 plots.bars(sides[0], names, q[shown], plots.HUES[1], 0.2, 0.4, label="q")
 plots.bars(sides[1], names, common[shown], plots.HUES[5], label="accepted")
-plots.bars(sides[1], names, (q - common)[shown], "#d55e0066", bottom=common[shown], label="rejected",
-           hatch="////", ec="white", lw=0)
+plots.bars(sides[1], names, (q - common)[shown], "#d55e0066", bottom=common[shown],
+           label="rejected", hatch="////", ec="white", lw=0)
 plots.bars(sides[2], names, common[shown], plots.HUES[5], label="accepted")
-plots.bars(sides[2], names, residual[shown], plots.HUES[2], bottom=common[shown], label="corrections")
+plots.bars(sides[2], names, residual[shown], plots.HUES[2], bottom=common[shown],
+           label="corrections")
 for side, title in zip(sides, ("two distributions", "drafted: q", "written: p again"), strict=True):
     side.set(ylim=(0, 1.1 * float(torch.maximum(p, q).max())), title=title)
     side.legend(frameon=False, fontsize=9)
@@ -165,7 +168,8 @@ figure
 #
 # $$P(t\text{ accepted}) = q(t)\,\min\!\big(1, \tfrac{p(t)}{q(t)}\big) = \min(p(t), q(t))$$
 # $$P(\text{rejection}) = 1 - \textstyle\sum_s \min(p(s), q(s)) = \sum_s \max(p(s) - q(s), 0)$$
-# $$P(t) = \min(p(t), q(t)) + P(\text{rejection})\cdot\frac{\max(p(t) - q(t), 0)}{\sum_s \max(p(s) - q(s), 0)}
+# $$P(t) = \min(p(t), q(t))
+# + P(\text{rejection})\cdot\frac{\max(p(t) - q(t), 0)}{\sum_s \max(p(s) - q(s), 0)}
 # = \min(p, q) + \max(p - q, 0) = p(t)$$
 
 # %%
@@ -173,7 +177,7 @@ accepted = q * (p / q).nan_to_num(0.0).clamp(max=1)             # drawn from q, 
 rejection = 1 - accepted.sum()
 text = accepted + rejection * residual / residual.sum()
 assert torch.allclose(text, p, atol=1e-6) and torch.isclose(rejection, residual.sum(), atol=1e-6)
-print(f"alpha = sum of min(p, q) = {float(common.sum()):.3f}, the probability of acceptance at this place")
+print(f"alpha = sum of min(p, q) = {float(common.sum()):.3f}, the chance of acceptance here")
 most = [tokenizer.decode([int(surplus.argmax())]) for surplus in (q - common, residual)]
 print(f"rejected most often: {most[0]!r}; most frequent correction: {most[1]!r}")
 
@@ -228,7 +232,8 @@ def plain_law(count):
 
 alone = plain_law(2)
 speculative = total(paths)
-assert alone.keys() == speculative.keys() and all(abs(alone[t] - speculative[t]) < 1e-5 for t in alone)
+assert alone.keys() == speculative.keys()
+assert all(abs(alone[t] - speculative[t]) < 1e-5 for t in alone)
 for text in alone:
     ways = [f"{probability(steps):.3f}" for steps, end in paths if end == text]
     print(f"{tokenizer.decode(text)!r:16} alone {alone[text]:.3f}   speculative {' + '.join(ways)}")
@@ -236,13 +241,14 @@ for text in alone:
 # %% [markdown]
 # The sums agree. A larger tree needs no drawing: three tokens, two drafted per round.
 
-# %%
+# %% jupyter={"source_hidden": true}
 paths = every_path(lambda coins: write(coins, count=3, gamma=2))
 speculative = total(paths)
 truth = plain_law(3)
-assert speculative.keys() == truth.keys() and all(abs(speculative[t] - truth[t]) < 1e-5 for t in truth)
-print(f"{len(paths)} paths, {len(truth)} texts; the probabilities sum to {sum(speculative.values()):.12f}")
-print("largest difference from the model alone:", max(abs(speculative[t] - truth[t]) for t in truth))
+apart = max(abs(speculative[t] - truth[t]) for t in truth)
+assert speculative.keys() == truth.keys() and apart < 1e-5
+print(f"{len(paths)} paths, {len(truth)} texts; all sum to {sum(speculative.values()):.12f}")
+print("largest difference from the model alone:", apart)
 
 # %% [markdown]
 # ## A planted mistake
@@ -263,11 +269,12 @@ def accept_everything(p, q, tokens, coins, length):
 
 
 laws = {"the model alone": truth, "the library": speculative}
-for wrong in (resample_from_p, accept_everything):              # the loop takes any rule of verification
+for wrong in (resample_from_p, accept_everything):              # the loop takes any rule
     name = wrong.__name__.replace("_", " ")
     laws[name] = total(every_path(lambda coins, wrong=wrong: write(coins, 3, 2, verify=wrong)))
     assert max(abs(laws[name].get(t, 0) - truth[t]) for t in truth) > 1e-3
-plots.draw_texts(laws, {t: tokenizer.decode(t).strip() for t in sorted(truth, key=truth.get, reverse=True)})
+words = {t: tokenizer.decode(t).strip() for t in sorted(truth, key=truth.get, reverse=True)}
+plots.draw_texts(laws, words)
 
 # %% [markdown]
 # The first mistake writes too often what the draft prefers: after a rejection it may draw a token
@@ -282,10 +289,10 @@ plots.draw_texts(laws, {t: tokenizer.decode(t).strip() for t in sorted(truth, ke
 # **Predict,** on paper: p = (0.5, 0.5) and q = (0.2, 0.8). Which token does it write too often, and
 # why?
 
-# %%
+# %% jupyter={"source_hidden": true}
 p_two = torch.tensor([0.5, 0.5])
 q_two = torch.tensor([0.2, 0.8])
-left = (p_two - q_two).clamp(min=0)                             # (0.3, 0): only the first may replace
+left = (p_two - q_two).clamp(min=0)                             # (0.3, 0): never the second
 text = torch.minimum(p_two, q_two) + left.sum() * left.softmax(-1)
 off = float((text - p_two).abs().sum() / 2)
 assert abs(off - 0.128) < 5e-4 and text[1] > p_two[1]           # the museum's figure
@@ -337,11 +344,12 @@ from speculative import generate
 drafters = {"first blocks": lambda gamma: SelfDraft(model, range(2 * EXIT), gamma),
             "n-gram": lambda gamma: NGram(gamma, 2)}
 small, other = checkpoint.load(ROOT / "weights" / "stories-draft", device, torch.float32)
-if other.get_vocab() == tokenizer.get_vocab():                  # otherwise its ids stand for other words
+if other.get_vocab() == tokenizer.get_vocab():                  # else its ids mean other words
     drafters["small model"] = lambda gamma: ModelDraft(small, gamma)
 gamma = 5
 plain, passes = generate(model, [prompt], 80)
-runs = {name: plots.record(model, tokenizer, [prompt], 80, make(gamma)) for name, make in drafters.items()}
+runs = {name: plots.record(model, tokenizer, [prompt], 80, make(gamma))
+        for name, make in drafters.items()}
 for name, seen in runs.items():
     assert [t.id for t in seen.rows[0]] == plain[0]
     print(f"{name:13} {seen.counts.passes} passes instead of {passes}")
@@ -377,25 +385,27 @@ for state, r in rounds(model, [code], 32, lookup):
     before = len(state.known[0]) - len(r.new[0])
     if drafted:
         suffix = tokenizer.decode(state.known[0][before - lookup.matched[0] : before])
-        print(f"{suffix[-30:]!r:34} -> {tokenizer.decode(drafted)!r:34} {int(r.accepted)} of {len(drafted)}")
+        print(f"{suffix[-30:]!r:34} -> {tokenizer.decode(drafted)!r:34} "
+              f"{int(r.accepted)} of {len(drafted)}")
 
 # %% [markdown]
-# Names recur often, whole phrases less often. Nothing is computed for a copy. So it gains wherever
-# a text repeats itself: in code, in summaries of a prompt, in lists. (The paper also keeps the
-# texts of earlier requests, and can draft a tree.) A story repeats names and short phrases only:
+# Names recur often, whole phrases less often. A copy costs no computation, so it gains wherever a
+# text repeats itself: in code, in summaries of a prompt, in lists. (The paper also keeps the texts
+# of earlier requests, and can draft a tree.) A story repeats names and short phrases only:
 
 # %% jupyter={"source_hidden": true}
 from support.stats import Counts
 
 copied = {}
 for kind in ("code", "stories"):
-    openings = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts(kind)[:4]]
+    openings = [checkpoint.encode(tokenizer, line["prompt"], c.bos)
+                for line in read_prompts(kind)[:4]]
     counts = Counts()
     for _, r in rounds(model, openings, 48, Suffix(7), eos=c.eos):
         counts.add(r)
     copied[kind] = counts.accepted / counts.proposed
-    print(f"{kind}: {counts.accepted} of {counts.proposed} copied tokens accepted, {copied[kind]:.0%}; "
-          f"{counts.tau:.2f} tokens per pass")
+    print(f"{kind}: {counts.accepted} of {counts.proposed} copied tokens accepted, "
+          f"{copied[kind]:.0%}; {counts.tau:.2f} tokens per pass")
 assert Path(MODEL).name != "stories-llama" or copied["stories"] < copied["code"]
 
 # %% [markdown]
@@ -425,9 +435,11 @@ for ids in prompts:
 rate = kept / tested
 error = (rate * (1 - rate) / tested).sqrt()                     # the standard error of a share
 for k in range(K):
-    print(f"place {k + 1}: {int(kept[k]):3} of {int(tested[k]):3} accepted, {rate[k]:.2f} ± {error[k]:.2f}")
+    print(f"place {k + 1}: {int(kept[k]):3} of {int(tested[k]):3} accepted, "
+          f"{rate[k]:.2f} ± {error[k]:.2f}")
 if Path(MODEL).name == "stories-llama":
-    assert ((rate - rate[0]).abs() < 2 * (error**2 + error[0] ** 2).sqrt()).all(), "no place stands out"
+    apart = (rate - rate[0]).abs()
+    assert (apart < 2 * (error**2 + error[0] ** 2).sqrt()).all(), "no place stands out"
     assert kept[1:].sum() / tested[1:].sum() < rate[0], "fewer on the whole"
 
 # %% jupyter={"source_hidden": true}
@@ -436,8 +448,10 @@ at = range(1, K + 1)
 first = float(rate[0])
 left.errorbar(at, rate, yerr=2 * error, color=plots.HUES[0], marker="o", ms=4, capsize=3,
               label="accepted of tested (bars: 2 standard errors)")
-left.plot(at, kept / tested[0], color=plots.HUES[1], marker="s", ms=4, label="accepted of all drafts")
-left.plot(at, [first**k for k in at], color="#808080", ls=":", label="if every place were like the first")
+left.plot(at, kept / tested[0], color=plots.HUES[1], marker="s", ms=4,
+          label="accepted of all drafts")
+left.plot(at, [first**k for k in at], color="#808080", ls=":",
+          label="if every place were like the first")
 left.set(xlabel="place k in the draft", ylabel="share of drafted tokens", ylim=(0, 1.05))
 left.legend(frameon=False, fontsize=8, loc="lower left")
 right.bar(at, tested, color=plots.HUES[5], label="tested")
@@ -475,8 +489,9 @@ print(f"{tokens:.2f} tokens per round; yield {yields:.2f}; with the yield as alp
 yields = seen.accepted / seen.proposed
 right = expected_tokens(seen.alpha, K)
 confused = expected_tokens(yields, K)
-print(f"our drafts: {seen.tau:.2f} tokens per round; predicted with alpha {seen.alpha:.2f}: {right:.2f} "
-      f"({right / seen.tau - 1:+.0%}), with the yield {yields:.2f}: {confused:.2f}")
+print(f"our drafts: {seen.tau:.2f} tokens per round; "
+      f"predicted with alpha {seen.alpha:.2f}: {right:.2f} ({right / seen.tau - 1:+.0%}), "
+      f"with the yield {yields:.2f}: {confused:.2f}")
 assert Path(MODEL).name != "stories-llama" or 0.04 < right / seen.tau - 1 < 0.08
 
 # %% [markdown]
@@ -528,9 +543,9 @@ figure
 # picture are the same four pairs, among lines of equal best speed-up. Below the diagonal there is
 # nothing to gain.
 #
-# What the clock says is another matter, because c depends on the machine
-# ([notebook 6](06_layer_skipping.ipynb)). So does the cost of checking several tokens
-# ([notebook 12](12_close_to_the_machine.ipynb)).
+# The clock may say something else, because c depends on the machine ([notebook
+# 6](06_layer_skipping.ipynb)). So does the cost of checking several tokens ([notebook
+# 12](12_close_to_the_machine.ipynb)).
 #
 # ## Questions
 #
@@ -567,7 +582,7 @@ p = torch.tensor([0.5, 0.3, 0.2])
 q = torch.tensor([0.2, 0.3, 0.5])
 keep = q >= 0.25                                                # drop tokens that look unlikely
 accepted = torch.minimum(p, q) * keep
-plain = p * (q * ~keep).sum()                                   # nothing is proposed: a plain token from p
+plain = p * (q * ~keep).sum()                                   # nothing proposed: drawn from p
 rejected = 1 - accepted.sum() - plain.sum()
 text = accepted + plain + rejected * (p - q).clamp(min=0) / (p - q).clamp(min=0).sum()
 assert not torch.allclose(text, p, atol=0.01)
@@ -598,7 +613,7 @@ print("ceil(n / (gamma + 1)): this finds bugs that no comparison of texts can fi
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-seen = {(0,): {1: 3, 2: 1}, (0, 1): {3: 3}}                     # 0: the last token, 1: a, 2: the, 3: big
+seen = {(0,): {1: 3, 2: 1}, (0, 1): {3: 3}}         # 0: the last token, 1: a, 2: the, 3: big
 assert Suffix(7).follow(seen, (0,), 2) == (1.5, [1, 3])
 print("0.75 + 0.75 = 1.5")
 

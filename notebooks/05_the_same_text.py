@@ -5,7 +5,7 @@
 # left. Could an exact rule accept more than that one? Yes: *block verification* does. And can
 # drafting leave the *text* itself unchanged, token for token, even when we sample, and even in
 # bfloat16? Two things stand in the way, the random numbers and the rounding. This notebook removes
-# one after the other.
+# both.
 #
 # > **Noise that belongs to a place in the text does not depend on who drafted. A sum that is always
 # > taken in one order does not depend on how many tokens a pass reads.**
@@ -15,7 +15,7 @@
 # %%
 # %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
-SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures is checked for this model
+SHIPPED = MODEL.name == "stories-llama"         # the text's figures are checked for this model
 
 # %%
 from sampling import Coins, to_probs
@@ -26,7 +26,7 @@ torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, "cpu", torch.float32)
 c = model.c
 L = model.c.n_layers
-EXIT = max(1, L // 4)                                           # the first quarter of the blocks will draft
+EXIT = max(1, L // 4)                                           # a quarter of the blocks drafts
 prompt = checkpoint.encode(tokenizer, read_prompts("stories")[0]["prompt"], c.bos)
 print(f"{EXIT} of {L} blocks draft; the prompt has {len(prompt)} tokens")
 
@@ -57,13 +57,14 @@ p_s = third.expand(1, 3, 2)                                     # (B, K+1, V)
 q_s = third.flip(0).expand(1, 2, 2)                             # (B, K, V)
 chances = {}
 for rule in (verify, verify_block):
+    mean = 0.0
     for draft in product((0, 1), repeat=2):
         ends = every_path(lambda coins, rule=rule, draft=draft:
                           int(rule(p_s, q_s, torch.tensor([draft]), coins)[0]))
-        chances[rule.__name__, draft] = total(ends)                     # {how many are accepted: probability}
-    mean = sum(float(q_s[0, 0, list(draft)].prod()) * k * chance for (name, draft), law in chances.items()
-               if name == rule.__name__ for k, chance in law.items())
-    print(f"{rule.__name__:12} accepts {mean:.3f} = {mean * 9:.0f}/9 of two drafted tokens on average")
+        law = total(ends)                                       # {how many are accepted: chance}
+        chances[rule.__name__, draft] = law
+        mean += float(q_s[0, 0, list(draft)].prod()) * sum(k * law[k] for k in law)
+    print(f"{rule.__name__:12} accepts {mean:.3f} = {mean * 9:.0f}/9 of two tokens on average")
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=9, height=2.8)
@@ -72,10 +73,12 @@ for at, (name, draft) in enumerate(sorted(chances, key=lambda key: (key[1], key[
     below = 0.0
     for k, hue in enumerate((plots.HUES[-1], plots.HUES[5], plots.HUES[0])):
         chance = chances[name, draft].get(k, 0.0)
-        side.bar(x, chance, 0.36, bottom=below, color=hue, label=f"{k} accepted" if at == 0 else None)
+        side.bar(x, chance, 0.36, bottom=below, color=hue,
+                 label=f"{k} accepted" if at == 0 else None)
         below += chance
 side.set_xticks([at + shift for at in range(4) for shift in (-0.2, 0.2)],
-                [f"{draft}\n{rule}" for draft in ("AA", "AB", "BA", "BB") for rule in ("by token", "block")],
+                 [f"{draft}\n{rule}" for draft in ("AA", "AB", "BA", "BB")
+                  for rule in ("by token", "block")],
                 fontsize=9)
 side.set(ylabel="probability")
 side.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -101,10 +104,12 @@ def write(coins):
 
 
 speculative = total(every_path(write))
-plain = total(every_path(lambda coins: tuple(generate(model, [prompt], 3, None, two, coins)[0][0])))
-assert speculative.keys() == plain.keys() and all(abs(speculative[t] - plain[t]) < 1e-5 for t in plain)
+plain = total(every_path(lambda coins:
+                         tuple(generate(model, [prompt], 3, None, two, coins)[0][0])))
+apart = max(abs(speculative[t] - plain[t]) for t in plain)
+assert speculative.keys() == plain.keys() and apart < 1e-5
 print(f"{len(plain)} texts; the largest difference in probability from plain decoding:",
-      f"{max(abs(speculative[t] - plain[t]) for t in plain):.1e}")
+      f"{apart:.1e}")
 
 # %% [markdown]
 # Both rules keep the distribution. Neither keeps the *text*: with the same seed, plain and drafted
@@ -135,7 +140,7 @@ q = minimal.distribution(model, prompt, EXIT, probs)            # (V,) its first
 
 
 def run_race(seed):
-    """(when each token arrives with p, and with q): two tensors (V,), from the same exponential times."""
+    """(when each token arrives with p, and with q): two tensors (V,), from the same times e."""
     e = -(1 - uniforms(seed, 0, len(p))).log()
     return e / p, e / q
 
@@ -154,8 +159,8 @@ for t in likely[:3]:
 apart = next(seed for seed, (a, b) in enumerate(races) if a != b and a in likely)
 alike = next(seed for seed, (a, b) in enumerate(races) if a == b)
 figure, (sides,) = plots.axes(1, 2, width=5, height=3.2)
-for side, seed, title in zip(sides, (alike, apart), ("one winner: accepted", "two winners: p's is written"),
-                             strict=True):
+for side, seed, title in ((sides[0], alike, "one winner: accepted"),
+                          (sides[1], apart, "two winners: p's is written")):
     with_p, with_q = run_race(seed)
     early = (with_p + with_q).topk(8, largest=False).indices.tolist()
     shown = list(dict.fromkeys([*races[seed], *early]))[:8]
@@ -164,7 +169,8 @@ for side, seed, title in zip(sides, (alike, apart), ("one winner: accepted", "tw
         side.plot(range(len(shown)), times[shown], mark, color=hue, label=name)
         first = shown.index(int(times.argmin()))
         side.plot(first, times[shown[first]], mark, color=hue, ms=15, fillstyle="none", mew=1.5)
-    side.set_xticks(range(len(shown)), [plots.word(tokenizer, t) for t in shown], rotation=90, fontsize=9)
+    words = [plots.word(tokenizer, t) for t in shown]
+    side.set_xticks(range(len(shown)), words, rotation=90, fontsize=9)
     side.set(yscale="log", title=title)
 sides[0].set_ylabel("time of arrival; circled: the first")
 sides[0].legend(frameon=False, fontsize=9)
@@ -211,8 +217,8 @@ assert "our loop" not in ways or all(T == same for T, same in equal.items())
 # the texts differ.
 #
 # `machine.exact.exactly` returns a model whose passes do not have this problem. We read one text in
-# blocks of 1, 2, 3 and 4 tokens, and compare the rows of logits, bit by bit, with those of a block
-# of 8.
+# blocks of 1, 2, 3 and 4 tokens, and compare the rows of logits, bit by bit, with the same rows in
+# a block of 8.
 #
 # **Predict:** of 100 rows, how many are equal in passes as usual?
 
@@ -236,7 +242,7 @@ def equal_rows(one, T, width=8):
         return one.unembed(one.run(one.embed(line[:, start : start + count]), at, cache))[0]
 
     same = []
-    for start in range(line.shape[1] - width, 9, -1):           # backwards: what lies before stays as it was
+    for start in range(line.shape[1] - width, 9, -1):           # backwards: earlier slots stay
         same += map(torch.equal, read(start, T), read(start, width)[:T])
     return sum(same) / len(same)
 
@@ -249,9 +255,9 @@ assert set(shares.values()) == {1.0}, "made exact"
 # %% [markdown]
 # How many are equal as usual differs from machine to machine ([a
 # GPU](../lab/BENCHMARKS.md#on-a-gpu)), so nothing can be built on it. On a CPU with a C++ compiler,
-# `exactly` makes every pass of loops with one order, including the pass over the prompt. Elsewhere
-# it gives every pass the same shape: eight rows, some of which may be dead, over all slots of the
-# cache.
+# `exactly` builds every pass from loops with one fixed order, including the pass over the prompt.
+# Elsewhere it gives every pass the same shape: eight rows, some of which may be dead, over all
+# slots of the cache.
 #
 # ## Both together
 #
@@ -264,7 +270,8 @@ assert set(shares.values()) == {1.0}, "made exact"
 # %%
 from sampling import Race
 
-openings = [checkpoint.encode(tokenizer, line["prompt"], c.bos)[:24] for line in read_prompts("stories")[:8]]
+openings = [checkpoint.encode(tokenizer, line["prompt"], c.bos)[:24]
+            for line in read_prompts("stories")[:8]]
 DRAFT = range(2 * EXIT)                                         # the sub-layers that draft
 
 
@@ -294,7 +301,7 @@ assert kept[0.8, Coins, "exact"] < len(openings)
 # drafter can change a token. `generate.py --exact` does both.
 #
 # There is a price. The prompt is read more slowly, since a library multiplies many rows faster than
-# the loop. And some more drafted tokens are rejected, since two races agree less often than
+# the loop. And a few more drafted tokens are rejected, since two races agree less often than
 # `verify` accepts.
 #
 # **Try it:** let the second half of the model draft: `DRAFT = range(L, 2 * L)`. Which texts change?
@@ -342,7 +349,8 @@ p3 = torch.tensor([0.5, 0.5, 0.0])
 q3 = torch.tensor([0.0, 0.5, 0.5])
 u = uniforms(0, 0, 10_000)[:, None].float()
 lines = [(u < weights.cumsum(0)).double().argmax(1) for weights in (p3, q3)]
-seen = [float((a == b).double().mean()) for a, b in (lines, ((e / p3).argmin(1), (e / q3).argmin(1)))]
+ways = lines, ((e / p3).argmin(1), (e / q3).argmin(1))
+seen = [float((a == b).double().mean()) for a, b in ways]
 assert seen[0] == 0 and abs(seen[1] - 1 / 3) < 0.02
 print(f"on one line they agree in {seen[0]:.2f} of the draws, in a race in {seen[1]:.2f}")
 

@@ -45,7 +45,8 @@ drafts = {"the whole model": list(range(2 * L)),
           "middle blocks skipped": without(L, attn=middle, mlp=middle),
           "every second block": without(L, attn=range(1, L, 2), mlp=range(1, L, 2))}
 for name, subs in drafts.items():
-    print(f"{name:26} {len(subs):3} of {2 * L} sub-layers, of which {shared_prefix(subs)} are shared")
+    print(f"{name:26} {len(subs):3} of {2 * L} sub-layers, "
+          f"of which {shared_prefix(subs)} are shared")
 plots.draw_sublayers(drafts, {name: shared_prefix(subs) for name, subs in drafts.items()}, 2 * L)
 
 # %% [markdown]
@@ -79,8 +80,8 @@ best = model.unembed(teacher.states[2 * E]).argmax(-1)          # after E blocks
 naive = (best == model.unembed(teacher.states[-1]).argmax(-1)).double()[0].cpu()
 assert torch.equal(naive, teacher.acceptance(early_exit(L, E)))
 alpha = acceptance(early_exit(L, E))
-print(f"exit after {E} blocks: {float(alpha.mean()):.0%} of the first drafted tokens would be accepted "
-      f"(± {float(alpha.std() / len(alpha) ** 0.5):.0%})")
+print(f"exit after {E} blocks: {float(alpha.mean()):.0%} of the first drafted tokens "
+      f"would be accepted (± {float(alpha.std() / len(alpha) ** 0.5):.0%})")
 
 # %% [markdown]
 # **Predict:** which single sub-layer is the worst one to skip? An early or a late one, an attention
@@ -134,19 +135,20 @@ print(f"exit after {E} blocks: sub-layers {share:.3f} + head {costs.head / costs
 # %%
 from control import best_gamma, expected_speedup
 
-speed = [expected_speedup(a, best_gamma(a, cost), cost) for a, cost in zip(exits, c_exits, strict=True)]
-assert not shipped or 0 < speed.index(max(speed)) < exits.index(max(exits)), "neither the first nor the last"
+speed = [expected_speedup(a, best_gamma(a, cost), cost)
+         for a, cost in zip(exits, c_exits, strict=True)]
 e = speed.index(max(speed))
-print(f"exit {e + 1} with gamma {best_gamma(exits[e], c_exits[e])} is best: predicted {speed[e]:.2f} times "
-      "plain decoding")
+assert not shipped or 0 < e < exits.index(max(exits)), "neither the first nor the last"
+print(f"exit {e + 1} with gamma {best_gamma(exits[e], c_exits[e])} is best: "
+      f"predicted {speed[e]:.2f} times plain decoding")
 
 # %% tags=["gallery"] jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=8, height=5)
 plots.draw_plane(side, exits[:-1], c_exits[:-1])
 side.plot(c_exits[:-1], exits[:-1], color=plots.HUES[0], marker="o", ms=4, lw=1)
 for e in {1, 2, L // 4, L // 2, L - 1} & set(range(1, L)):
-    side.annotate(f"exit {e}", (c_exits[e - 1], exits[e - 1]), xytext=(5, -12), textcoords="offset points",
-                  fontsize=10)
+    side.annotate(f"exit {e}", (c_exits[e - 1], exits[e - 1]), xytext=(5, -12),
+                  textcoords="offset points", fontsize=10)
 for name in ("middle blocks skipped", "every second block"):
     alpha = float(acceptance(drafts[name]).mean())
     cost = costs.step(drafts[name])
@@ -180,20 +182,24 @@ predicted = {e: expected_tokens_along(series[e], gammas[e]) / round_cost(gammas[
              for e in chosen}
 makers = {e: lambda e=e: SelfDraft(model, early_exit(L, e), gammas[e]) for e in chosen}
 prompt = text.ids[0][:24]
-timed = compare(lambda d: rounds(model, [prompt], 24, d), {"plain": lambda: None, **makers}, 1, repeats=3)
+run = lambda drafter: rounds(model, [prompt], 24, drafter)
+timed = compare(run, {"plain": lambda: None, **makers}, 1, repeats=3)
 measured = {e: timed[e].rate / timed["plain"].rate for e in chosen}
-assert all(timed[e].outputs == timed["plain"].outputs for e in chosen), "the text is always the same"
+assert all(timed[e].outputs == timed["plain"].outputs for e in chosen), "always the same text"
 for e in chosen:
-    print(f"exit {e:2}, gamma {gammas[e]}: predicted {predicted[e]:.2f}, measured {measured[e]:.2f}")
+    print(f"exit {e:2}, gamma {gammas[e]}: predicted {predicted[e]:.2f}, "
+          f"measured {measured[e]:.2f}")
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=8, height=3)
 for shift, values, hue, name in ((-0.2, predicted, plots.HUES[5], "predicted from alpha and c"),
                                  (0.2, measured, plots.HUES[0], "measured here, now")):
-    side.bar([i + shift for i in range(len(chosen))], [values[e] for e in chosen], 0.4, color=hue, label=name)
+    side.bar([i + shift for i in range(len(chosen))], [values[e] for e in chosen], 0.4,
+             color=hue, label=name)
 side.axhline(1, color="#404040", lw=0.8)
 side.set_xticks(range(len(chosen)), [f"exit {e}, gamma {gammas[e]}" for e in chosen])
-side.set(ylabel="times plain decoding", ylim=(0, 1.35 * max(*predicted.values(), *measured.values())))
+side.set(ylabel="times plain decoding",
+         ylim=(0, 1.35 * max(*predicted.values(), *measured.values())))
 side.legend(frameon=False, loc="upper left", ncols=2)
 figure
 
@@ -208,7 +214,7 @@ figure
 # you expect a loss?
 #
 # <details><summary>Answer</summary>
-# Above all for the exit after half of the blocks: six drafted tokens cost more than three passes.
+# Most of all for the exit after half of the blocks: six drafted tokens cost more than three passes.
 # </details>
 #
 # ## How far to draft? A rule decides
@@ -237,7 +243,7 @@ from sampling import Coins, to_probs
 
 
 def traced(rule, sublayers, probs=to_probs, seed=0):
-    """A run under a rule, round by round: tokens drafted, tokens accepted, the estimate of alpha."""
+    """A run under a rule. Of each round: tokens drafted, tokens accepted, estimate of alpha."""
     seen = []
     start = checkpoint.encode(tokenizer, "Once upon a time, there was a little", c.bos)
     for _, r in rounds(model, [start], 120, SelfDraft(model, sublayers, rule), probs, Coins(seed)):
@@ -254,8 +260,10 @@ for name, (subs, probs) in cases.items():
     price = costs.step(subs)
     drafted, accepted, mean = traced(DoNoHarm(price, gamma=6), subs, probs, seed=3)
     traces[f"{name}, c = {price:.2f}"] = drafted, accepted, mean, price
-    print(f"{name:18} {sum(drafted):3} tokens drafted in {len(drafted):3} rounds, {sum(accepted):3} accepted")
-assert not shipped or (sum(drafted), max(drafted)) == (3, 1), "the useless draft: three tries of one token"
+    print(f"{name:18} {sum(drafted):3} tokens drafted in {len(drafted):3} rounds, "
+          f"{sum(accepted):3} accepted")
+tries = sum(drafted), max(drafted)
+assert not shipped or tries == (3, 1), "the useless draft: three tries of one token"
 plots.draw_traces(traces)
 
 # %% [markdown]
@@ -276,7 +284,7 @@ subs = early_exit(L, max(1, L // 2))
 stopped = []
 for seed in range(8):
     drafted, *_ = traced(DoNoHarm(costs.step(subs), gamma=6), subs, sampled, seed)
-    stopped.append(0 in drafted[:-1])                           # in the last round there may be no room
+    stopped.append(0 in drafted[:-1])                           # the last round may have no room
 assert not shipped or len(set(stopped)) == 2, "by some seeds, not by all"
 print("stopped:", dict(enumerate(stopped)))
 
@@ -303,8 +311,8 @@ for name, shape in shapes.items():
     parts = weight_costs(shape)
     assert not shipped or 10 < sum(parts.sublayers[:2]) / shape.dim**2 < 16
     step = parts.step(early_exit(shape.n_layers, shape.n_layers // 4))
-    print(f"{name:13} V {shape.vocab_size:7,}, width {shape.dim:5,}, {shape.n_layers} blocks; exit after a "
-          f"quarter: c {step:.2f}, of which the head {parts.head / parts.whole:.2f}")
+    print(f"{name:13} V {shape.vocab_size:7,}, width {shape.dim:5,}, {shape.n_layers} blocks; "
+          f"exit after a quarter: c {step:.2f}, of which the head {parts.head / parts.whole:.2f}")
 
 # %% [markdown]
 # Our model and Llama-3-8B pay the same part, although one vocabulary is thirty times as large: its
@@ -327,7 +335,8 @@ for story in stories[len(text.ids) :]:                          # not those that
     ids = torch.tensor(checkpoint.encode(tokenizer, story, c.bos))
     counts += torch.bincount(ids, minlength=c.vocab_size)
 frequent = counts.argsort(descending=True, stable=True).tolist()
-sizes = [n for n in (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if n < c.vocab_size] + [c.vocab_size]
+sizes = [n for n in (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if n < c.vocab_size]
+sizes.append(c.vocab_size)
 short = early_exit(L, max(1, L // 6))
 alphas = [float(acceptance(short, ShortHead(model, frequent[:n])).mean()) for n in sizes]
 prices = [costs.step(short, n / c.vocab_size) for n in sizes]   # n of the V rows of the head
@@ -347,9 +356,10 @@ assert torch.equal(naive, teacher.acceptance(short, ShortHead(model, frequent[:5
 
 # %% jupyter={"source_hidden": true}
 figure, ((left, right),) = plots.axes(1, 2, height=3)
-plots.curves(left, sizes, {"alpha": alphas, "c": prices}, xlabel="tokens the draft may choose", xscale="log",
-             ylim=(0, 1))
-gain = [expected_speedup(a, best_gamma(a, price), price) for a, price in zip(alphas, prices, strict=True)]
+plots.curves(left, sizes, {"alpha": alphas, "c": prices}, xlabel="tokens the draft may choose",
+             xscale="log", ylim=(0, 1))
+gain = [expected_speedup(a, best_gamma(a, price), price)
+        for a, price in zip(alphas, prices, strict=True)]
 right.plot(sizes, gain, color=plots.HUES[2], marker="o")
 assert not shipped or gain.index(max(gain)) == sizes.index(2048), "half of the tokens"
 assert not shipped or 200 < int((counts > 0).sum()) < 500, "a few hundred different tokens"
@@ -366,7 +376,7 @@ figure
 #
 # <details><summary>Answer</summary>
 # Far lower: a short list must come from the kind of text that it will draft. The longer the list,
-# the smaller the difference, also because both lists end in the same ids.
+# the smaller the difference, partly because both lists end in the same ids.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -377,15 +387,16 @@ for line in read_prompts("code"):
 foreign = counts.argsort(descending=True, stable=True).tolist()
 of_code = [float(acceptance(short, ShortHead(model, foreign[:n])).mean()) for n in sizes]
 assert not shipped or of_code[sizes.index(512)] < alphas[sizes.index(512)] - 0.1
-print("by the tokens of code:", {n: round(alpha, 2) for n, alpha in zip(sizes, of_code, strict=True)})
+rounded = {n: round(alpha, 2) for n, alpha in zip(sizes, of_code, strict=True)}
+print("by the tokens of code:", rounded)
 
 # %% [markdown]
 # ## Why a published experiment was slower than plain decoding
 #
 # The repository [ccs96307/fast-llm-inference](https://github.com/ccs96307/fast-llm-inference)
 # searched a skip set for Gemma-2 9B, and drafted up to five tokens per round. It reports an "accept
-# rate" of 0.4057, and 24.08 tokens per second, where plain decoding made 29.65 and the draft alone
-# 48.82.
+# rate" of 0.4057, and 24.08 tokens per second, where plain decoding reached 29.65 and the draft
+# alone 48.82.
 #
 # **Predict:** its code computes accepted / drafted. Is that alpha? Does it tell whether drafting
 # paid off?
@@ -395,15 +406,16 @@ y = 0.4057
 c_there = 29.65 / 48.82
 print(f"c = {c_there:.2f}; measured: {24.08 / 29.65:.2f} times plain decoding")
 for drafted in (1, 2, 3, 5):                                    # per round, on average
-    print(f"{drafted} drafted: {(1 + drafted * y) / (1 + drafted * c_there):.2f} times plain decoding")
+    gain = (1 + drafted * y) / (1 + drafted * c_there)
+    print(f"{drafted} drafted: {gain:.2f} times plain decoding")
 assert all((1 + g * y) / (1 + g * c_there) < 1 for g in range(1, 100))
 
 # %% [markdown]
-# It is the *yield*. A round that drafts g tokens writes 1 + g · yield of them, for 1 + g · c
-# passes, whatever alpha is. So drafts with a yield below c lose, whatever their length, and the
-# speed that was measured fits about two drafted tokens per round. Shorter drafts would have had a
-# higher yield, and alpha, which was not measured, may still lie above c. (The program also draws
-# from p after a rejection: the first of notebook 4's mistakes. That changes the text, not its
+# It is not alpha, but the *yield*. A round that drafts g tokens writes 1 + g · yield of them, for
+# 1 + g · c passes, whatever alpha is. So drafts with a yield below c lose, whatever their length,
+# and the speed that was measured fits about two drafted tokens per round. Shorter drafts would have
+# had a higher yield, and alpha, which was not measured, may still lie above c. (The program also
+# draws from p after a rejection: the first of notebook 4's mistakes. That changes the text, not its
 # speed.)
 #
 # ## Two families, and what the training recipe is worth
@@ -413,14 +425,16 @@ assert all((1 + g * y) / (1 + g * c_there) < 1 for g in range(1, 100))
 # LayerSkip's recipe (layers dropped at random, and a loss at the exits), the other without. Their
 # figures come from `weights/twin.json`.
 
-# %%
+# %% jupyter={"source_hidden": true}
 import json
 
 gemma, words = checkpoint.load(ROOT / "weights" / "stories-gemma2", device, torch.float32)
 other = Calibration(gemma, words, stories, 512)
 layers = gemma.c.n_layers
-gemma_exits = [float(torch.cat([t.acceptance(early_exit(layers, e)) for t in other.teachers]).mean())
-               for e in range(1, layers + 1)]
+gemma_exits = []
+for e in range(1, layers + 1):
+    right = torch.cat([t.acceptance(early_exit(layers, e)) for t in other.teachers])
+    gemma_exits.append(float(right.mean()))
 twins = json.loads((ROOT / "weights" / "twin.json").read_text(encoding="utf-8"))
 for kind, table in twins["recipe"]["files"].items():
     plain = twins["plain"]["files"][kind]["agreement"]
@@ -428,7 +442,8 @@ for kind, table in twins["recipe"]["files"].items():
 
 # %% jupyter={"source_hidden": true}
 figure, ((left, right),) = plots.axes(1, 2)
-left.plot([e / L for e in range(1, L + 1)], exits, color=plots.HUES[0], marker="o", label=Path(MODEL).name)
+left.plot([e / L for e in range(1, L + 1)], exits, color=plots.HUES[0], marker="o",
+          label=Path(MODEL).name)
 left.plot([e / layers for e in range(1, layers + 1)], gemma_exits, color=plots.HUES[1], marker="s",
           label="stories-gemma2")
 for name, hue, mark in (("recipe", plots.HUES[2], "o"), ("plain", plots.HUES[3], "s")):
@@ -482,8 +497,8 @@ print(f"c of exit 1: {costs.step(early_exit(L, 1)):.2f} -> {large.step(early_exi
 # **3.** A rule ends a draft after a token of low confidence. Why *after* it, and not before it?
 #
 # <details><summary>Answer</summary>
-# The token has been drawn from q. If the rule threw it away for what it is, the tokens that remain
-# would not be distributed as q, and the text would not be exact (question 2 of the previous
+# The token has been drawn from q. If the rule threw it away because of its value, the tokens that
+# remain would not be distributed as q, and the text would not be exact (question 2 of the previous
 # notebook).
 # </details>
 
@@ -492,7 +507,7 @@ from control import Confidence
 
 strict = SelfDraft(model, early_exit(L, max(1, L // 6)), Confidence(1.1, 4))
 lengths = [int(r.proposed) for _, r in rounds(model, [prompt], 30, strict)]
-assert set(lengths[:-1]) == {1}                                 # no token is confident enough: one each
+assert set(lengths[:-1]) == {1}                                 # no token is confident: one each
 print("with a threshold that no token reaches, each draft has one token:", lengths)
 
 # %% [markdown]
@@ -506,7 +521,8 @@ print("with a threshold that no token reaches, each draft has one token:", lengt
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 assert abs(expected_speedup(0.3, 1, 0.3) - 1) < 1e-12 and expected_speedup(0.3, 2, 0.3) < 1
 for gamma in range(4):
-    print(f"alpha 0.3, c 0.3, gamma {gamma}: {expected_speedup(0.3, gamma, 0.3):.3f} times plain decoding")
+    speed = expected_speedup(0.3, gamma, 0.3)
+    print(f"alpha 0.3, c 0.3, gamma {gamma}: {speed:.3f} times plain decoding")
 
 # %% [markdown]
 # Next: [search](07_search.ipynb). There are 2^(2L) skip sets. Which one is best?

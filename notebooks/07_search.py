@@ -10,8 +10,8 @@
 # > **For every set the process predicts a value and how uncertain that value is. The next trial
 # > goes where the expected improvement is largest. And the best of many trials promises too much.**
 #
-# You need [6, layer skipping](06_layer_skipping.ipynb), and to know what a normal distribution and
-# a covariance are. About 45 minutes.
+# You need [6, layer skipping](06_layer_skipping.ipynb), and should know what a normal distribution
+# and a covariance are. About 45 minutes.
 
 # %%
 # %run start.py
@@ -47,7 +47,8 @@ print(f"2^{2 * L} = {2.0 ** (2 * L):.1e} sets, scored on {sum(map(len, calibrati
 for name, subs in (("everything", range(2 * L)), ("a quarter", range(2 * max(1, L // 4)))):
     t = speedup(calibration, costs, list(subs))
     gamma = best_gamma(t.alpha, t.cost, least=1)
-    print(f"{name:10} alpha {t.alpha:.2f}, c {t.cost:.2f}; along the text: gamma {t.gamma}, {t.speedup:.3f}; "
+    print(f"{name:10} alpha {t.alpha:.2f}, c {t.cost:.2f}; "
+          f"along the text: gamma {t.gamma}, {t.speedup:.3f}; "
           f"from the mean: gamma {gamma}, {expected_speedup(t.alpha, gamma, t.cost):.3f}")
 
 # %% [markdown]
@@ -61,13 +62,14 @@ for name, subs in (("everything", range(2 * L)), ("a quarter", range(2 * max(1, 
 # next cell makes three bands and scores all 64 sets.) A set is a row of bits, where 1 means that a
 # group is skipped. `a3-4` stands for the attentions of blocks 3 and 4, and `m3-4` for their MLPs.
 
-# %%
+# %% jupyter={"source_hidden": true}
 shipped = Path(MODEL).resolve() == ROOT / "weights" / "stories-llama"
 edges = [1, 2, 3, 5, 8, 14, 24] if shipped else sorted({1, 1 + L // 8, 1 + L // 3, L})
 bands = [range(2 * low + kind, 2 * high, 2) for low, high in pairwise(edges) for kind in (0, 1)]
-space = Space(L, tuple(band[0] for band in bands))              # a band is named by its first sub-layer
+space = Space(L, tuple(band[0] for band in bands))              # a band's name: its first sub-layer
 n = len(bands)
-z = torch.tensor([[k >> j & 1 for j in range(n)] for k in range(2**n)], dtype=torch.float64)    # (2^n, n)
+z = torch.tensor([[k >> j & 1 for j in range(n)] for k in range(2**n)])
+z = z.double()                                                  # (2^n, n)
 
 
 def kept(bits):
@@ -82,9 +84,10 @@ else:
     t = [speedup(calibration, costs, kept(bits)) for bits in z]
     land = {"alpha": np.array([x.alpha for x in t]), "c": np.array([x.cost for x in t]),
             "speedup": np.array([x.speedup for x in t])}
-value = torch.tensor(land["speedup"])                           # (2^n,): set k skips the groups of its bits
-names = ["am"[band[0] % 2] + "-".join(map(str, sorted({band[0] // 2, band[-1] // 2}))) for band in bands]
-for k in (5, 2**n - 1):                                         # does the file still fit the weights?
+value = torch.tensor(land["speedup"])                           # (2^n,): the set of each row of z
+names = ["am"[band[0] % 2] + "-".join(map(str, sorted({band[0] // 2, band[-1] // 2})))
+         for band in bands]
+for k in (5, 2**n - 1):                                         # does the file fit the weights?
     fresh = speedup(calibration, costs, kept(z[k])).speedup
     assert abs(fresh - value[k]) < 0.02, "other weights: python -m lab.bench search"
 print("bits:", *names)
@@ -112,7 +115,7 @@ assert not shipped or kept(z[top]) == list(range(4))
 figure
 
 # %% [markdown]
-# Most sets gain a little, few gain much, and the best sets have a low c. The very best one is an
+# Most sets gain a little, a few gain much, and the best sets have a low c. The very best one is an
 # early exit: this model was trained to be left early. A search must find it without knowing that.
 #
 # A search can work only if similar sets have similar values. Do they? Here is the mean difference
@@ -122,8 +125,11 @@ figure
 numbers = torch.arange(2**n)
 differ = {}
 for flips in sorted({1, 2, 3, n // 2, n}):
-    masks = [sum(1 << j for j in chosen) for chosen in combinations(range(n), flips)]
-    differ[flips] = torch.stack([(value - value[numbers ^ mask]).abs().mean() for mask in masks]).mean()
+    gaps = []
+    for chosen in combinations(range(n), flips):
+        mask = sum(1 << j for j in chosen)
+        gaps.append((value - value[numbers ^ mask]).abs().mean())
+    differ[flips] = torch.stack(gaps).mean()
     print(f"{flips:2} bits differ: the values differ by {float(differ[flips]):.3f}")
 assert not shipped or list(differ.values()) == sorted(differ.values())
 
@@ -134,7 +140,7 @@ assert not shipped or list(differ.values()) == sorted(differ.values())
 
 # %% jupyter={"source_hidden": true}
 six = min(6, n)
-order = [k ^ (k >> 1) for k in range(2**six)]                   # Gray code: neighbours differ in one bit
+order = [k ^ (k >> 1) for k in range(2**six)]                   # neighbours differ in one bit
 base = top & ~(2**six - 1)                                      # all other bits as in the best set
 path = torch.tensor([base | k for k in order])
 assert all((z[a] - z[b]).abs().sum() == 1 for a, b in pairwise(path))
@@ -185,11 +191,11 @@ print("a set with itself, with one attention bit flipped, and with an MLP bit as
 
 # %% [markdown]
 # **2. Regression: spread the values seen so far.** Let y be the values of the sets tried, K the
-# covariances of these sets with each other, k those of a new set with them, k** that of the new set
-# with itself, and sigma² the noise. Then the value of the new set has mean mu and standard
-# deviation s (Rasmussen and Williams 2006, eq. 2.25 and 2.26). (The library first scales y to mean
-# 0 and standard deviation 1, and scales back at the end. Our trials have no noise; sigma² takes up
-# what the kernel cannot explain.)
+# covariances of these sets with each other, k the covariances of a new set with them, k** the new
+# set's covariance with itself, and sigma² the noise. Then the value of the new set has mean mu and
+# standard deviation s (Rasmussen and Williams 2006, eq. 2.25 and 2.26). (The library first scales y
+# to mean 0 and standard deviation 1, and scales back at the end. Our trials have no noise; sigma²
+# takes up what the kernel cannot explain.)
 #
 # $$\mu = k^\top (K + \sigma^2 I)^{-1} y, \qquad s^2 = k_{**} - k^\top (K + \sigma^2 I)^{-1} k$$
 
@@ -200,7 +206,8 @@ process = GaussianProcess(z[tried], value[tried], groups, theta.tolist(), fit=Fa
 K = process.covariance(theta)                                   # with the noise on its diagonal
 k = kernel(distances(z[tried], z[path], groups), theta)         # (20, 64)
 naive = process.mean + process.std * (k.T @ torch.linalg.inv(K) @ process.y)
-spread = process.std * (theta[-2].exp() - (k * (torch.linalg.inv(K) @ k)).sum(0)).clamp(min=0).sqrt()
+spread = (theta[-2].exp() - (k * (torch.linalg.inv(K) @ k)).sum(0)).clamp(min=0)
+spread = process.std * spread.sqrt()
 mean, std = process.predict(z[path])
 assert torch.allclose(naive, mean) and torch.allclose(spread, std)
 print("the textbook's formula and the library agree on", len(path), "sets")
@@ -226,7 +233,8 @@ for count in COUNTS:
     process, tried = learn(count)
     shares = [float(((value[some] - mean).abs() < 2 * std).double().mean())
               for some in (path, range(2**n)) for mean, std in [process.predict(z[some])]]
-    print(f"{count:3} trials: the band holds {shares[0]:3.0%} of the path, {shares[1]:3.0%} of all sets")
+    print(f"{count:3} trials: the band holds {shares[0]:3.0%} of the path, "
+          f"{shares[1]:3.0%} of all sets")
 
 # %% jupyter={"source_hidden": true}
 figure, sides = plots.axes(3, 1, width=7, height=1.6)
@@ -237,11 +245,12 @@ for (side,), count in zip(sides, COUNTS, strict=True):
     side.sharey(sides[0][0])
     side.set_xlabel("sets along the path" if count == COUNTS[-1] else "")
     side.plot(mean, color=plots.HUES[0], label="expected")
-    side.fill_between(range(len(path)), mean - 2 * std, mean + 2 * std, color=plots.HUES[0], alpha=0.15, lw=0,
-                      label="two standard deviations")
+    side.fill_between(range(len(path)), mean - 2 * std, mean + 2 * std, color=plots.HUES[0],
+                      alpha=0.15, lw=0, label="two standard deviations")
     here = [i for i, at in enumerate(path.tolist()) if at in tried.tolist()]
     side.plot(here, value[path[here]], "o", color=plots.HUES[1], label="tried")
-figure.legend(*sides[1][0].get_legend_handles_labels(), loc="outside lower center", frameon=False, ncols=4)
+labels = sides[1][0].get_legend_handles_labels()
+figure.legend(*labels, loc="outside lower center", frameon=False, ncols=4)
 figure
 
 # %% [markdown]
@@ -255,7 +264,7 @@ figure
 # draw?
 #
 # <details><summary>Answer</summary>
-# That of the path. It is a small and special part of the space.
+# The share of the path, because the path is a small and special part of the space.
 # </details>
 #
 # **3. The fit: which theta?** The *likelihood* is the probability of the values seen so far, given
@@ -265,12 +274,13 @@ figure
 
 # %% jupyter={"source_hidden": true}
 grid = torch.linspace(-7, 2, 30, dtype=torch.float64)
-surface = torch.tensor([[float(process.loss(torch.stack([a, b, *process.theta[-2:]]))) for a in grid]
-                        for b in grid])
+surface = [[float(process.loss(torch.stack([a, b, *process.theta[-2:]]))) for a in grid]
+           for b in grid]
+surface = torch.tensor(surface)
 figure, ((side,),) = plots.axes(1, 1, width=5.5, height=3.6)
 lowest = float(surface.min())
-shown = side.contourf(grid, grid, surface - lowest, levels=[0, 1, 2, 4, 8, 16, 32, 64, 128], cmap="viridis_r",
-                      extend="max")
+shown = side.contourf(grid, grid, surface - lowest, levels=[0, 1, 2, 4, 8, 16, 32, 64, 128],
+                      cmap="viridis_r", extend="max")
 side.plot(*process.theta[:2], "*", color=plots.HUES[1], ms=14)
 side.set(xlabel="log weight of attention bits", ylabel="log weight of MLP bits",
          title="after 60 trials; the star: where the fit ended")
@@ -292,7 +302,8 @@ process, tried = learn(20)
 mean, std = process.predict(z[path])
 best = float(value[tried].max())
 draws = torch.randn(200_000, generator=g, dtype=torch.float64)
-naive = torch.stack([(m + s * draws - best).clamp(min=0).mean() for m, s in zip(mean, std, strict=True)])
+naive = torch.stack([(m + s * draws - best).clamp(min=0).mean()
+                     for m, s in zip(mean, std, strict=True)])
 gain = expected_improvement(mean, std, best)
 assert torch.allclose(naive, gain, atol=2e-3)
 print("the formula agrees with the mean over 200,000 draws")
@@ -305,10 +316,11 @@ print("the formula agrees with the mean over 200,000 draws")
 figure, ((upper,), (lower,)) = plots.axes(2, 1, width=9, height=1.9)
 draw_slice(upper)
 upper.plot(mean, color=plots.HUES[0], label="expected")
-upper.fill_between(range(len(path)), mean - 2 * std, mean + 2 * std, color=plots.HUES[0], alpha=0.15, lw=0,
-                   label="two standard deviations")
+upper.fill_between(range(len(path)), mean - 2 * std, mean + 2 * std, color=plots.HUES[0],
+                   alpha=0.15, lw=0, label="two standard deviations")
 upper.axhline(best, color=plots.HUES[2], ls="--", lw=1, label="best so far")
-figure.legend(*upper.get_legend_handles_labels(), loc="outside upper center", frameon=False, ncols=4)
+labels = upper.get_legend_handles_labels()
+figure.legend(*labels, loc="outside upper center", frameon=False, ncols=4)
 lower.fill_between(range(len(path)), 0, gain, color=plots.HUES[3], alpha=0.6, lw=0)
 at = int(gain.argmax())
 lower.annotate("try this one", (at, float(gain[at])), (at + 3, float(gain[at]) * 0.8),
@@ -316,7 +328,8 @@ lower.annotate("try this one", (at, float(gain[at])), (at + 3, float(gain[at]) *
 lower.set(xlabel="sets along the path", ylabel="expected\nimprovement",
           ylim=(0, 1.2 * float(gain.max()) + 1e-9))
 ranks = [int((of > of[at]).sum()) + 1 for of in (mean, std)]
-print(f"of {len(path)} sets, set {at} has rank {ranks[0]} by its mean, and rank {ranks[1]} by its deviation")
+print(f"of {len(path)} sets, set {at} has rank {ranks[0]} by its mean, "
+      f"and rank {ranks[1]} by its deviation")
 figure
 
 # %% [markdown]
@@ -351,7 +364,7 @@ def at_random(seed):
     seen = {}
     while len(seen) < budget:
         bits = tuple(space.random(g).int().tolist())
-        seen[bits] = worth(bits)                                # a set that is drawn again counts once
+        seen[bits] = worth(bits)                                # a set drawn again counts once
     return list(seen.values())
 
 
@@ -360,15 +373,17 @@ curves = {name: [list(accumulate(method(seed), max)) for seed in range(5)]
 for name, runs in curves.items():
     ends = sorted(run.index(run[-1]) + 1 for run in runs if run[-1] > float(value.max()) - 1e-9)
     print(f"{name}: {len(ends)} of 5 runs found the best of {2**n:,} sets, in trials {ends}")
-middle = {name: torch.tensor(runs).median(0).values for name, runs in curves.items()}   # (budget,) each
+middle = {name: torch.tensor(runs).median(0).values             # (budget,) of each
+          for name, runs in curves.items()}
 apart = [t for t in range(budget) if (middle["ours"][t:] > middle["random"][t:] + 1e-9).all()]
-print(f"our median stays ahead from trial {apart[0] + 1} on" if apart else "our median does not stay ahead")
+print(f"our median stays ahead from trial {apart[0] + 1} on"
+      if apart else "our median does not stay ahead")
 assert not shipped or apart and 10 < apart[0] < 25
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=7)
 for (name, runs), hue, line in zip(curves.items(), plots.HUES, ("-", "--"), strict=False):
-    regret = (value.max() - torch.tensor(runs)).clamp(min=1e-4)         # (5, budget); 1e-4 stands for 0
+    regret = (value.max() - torch.tensor(runs)).clamp(min=1e-4)         # (5, budget), 1e-4 for 0
     side.plot(range(1, budget + 1), regret.T, color=hue, alpha=0.3, lw=1, ls=line)
     side.plot(range(1, budget + 1), regret.median(0).values, color=hue, lw=2.5, ls=line,
               label=f"{name}, median of five")
@@ -420,9 +435,11 @@ def score(text, subs, gamma):
 
 sets = {**exits, **relatives, "found": found}
 trials = {name: speedup(calibration, costs, subs) for name, subs in sets.items()}
-promised = {name: float(score(calibration, subs, trials[name].gamma).mean()) for name, subs in sets.items()}
+promised = {name: float(score(calibration, subs, trials[name].gamma).mean())
+            for name, subs in sets.items()}
 tested = {name: score(test, subs, trials[name].gamma) for name, subs in sets.items()}
-print(f"the found set keeps {found}; the test: {len(test.ids)} stories, {sum(map(len, test.ids)):,} tokens")
+print(f"the found set keeps {found}; "
+      f"the test: {len(test.ids)} stories, {sum(map(len, test.ids)):,} tokens")
 for name in [*list(exits)[:5], "found"]:
     print(f"{name:7} c {trials[name].cost:.2f}, gamma {trials[name].gamma}: "
           f"calibration {promised[name]:.3f} (over all tokens {trials[name].speedup:.3f}), "
@@ -430,19 +447,22 @@ for name in [*list(exits)[:5], "found"]:
 
 # %% tags=["gallery"] jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=6.5, height=5)
-for some, hue, mark, label in ((relatives, "#808080", "o", f"exit {len(low) // 2} plus one sub-layer"),
+plus_one = f"exit {len(low) // 2} plus one sub-layer"
+for some, hue, mark, label in ((relatives, "#808080", "o", plus_one),
                                (exits, plots.HUES[0], "s", "early exits"),
                                (["found"], plots.HUES[1], "*", "found by the search")):
-    side.plot([promised[name] for name in some], [float(tested[name].mean()) for name in some], mark,
-              color=hue, ms=14 if mark == "*" else 5, alpha=0.6 if mark == "o" else 1, label=label)
+    side.plot([promised[name] for name in some], [float(tested[name].mean()) for name in some],
+              mark, color=hue, ms=14 if mark == "*" else 5, alpha=0.6 if mark == "o" else 1,
+              label=label)
 ends = [1.44, 1.72] if shipped else side.get_xlim()
 side.plot(ends, ends, color="#404040", ls="--", lw=1, label="as promised")
 for name in list(exits)[:5]:
     at = promised[name], float(tested[name].mean())
     if ends[0] < at[0] < ends[1]:
-        side.annotate(name, at, xytext=(6, -13), textcoords="offset points", fontsize=9, color=plots.HUES[0],
-                      bbox=dict(fc="white", ec="none", alpha=0.7, pad=0.5))
-side.set(xlabel="speed-up on the calibration text", ylabel="speed-up on the test text", xlim=ends, ylim=ends)
+        side.annotate(name, at, xytext=(6, -13), textcoords="offset points", fontsize=9,
+                      color=plots.HUES[0], bbox=dict(fc="white", ec="none", alpha=0.7, pad=0.5))
+side.set(xlabel="speed-up on the calibration text", ylabel="speed-up on the test text", xlim=ends,
+         ylim=ends)
 side.legend(frameon=False, fontsize=9, loc="lower right")
 figure
 
@@ -502,7 +522,8 @@ assert not shipped or max(abs(mean_lead), abs(mean_lead - promised_lead)) < reac
 # %%
 everything = Calibration(model, tokenizer, stories, 10**6)
 GAMMAS = range(1, 6)
-table = {name: torch.stack([score(everything, sets[name], gamma) for gamma in GAMMAS]) for name in sets}
+table = {name: torch.stack([score(everything, subs, gamma) for gamma in GAMMAS])
+         for name, subs in sets.items()}
 
 
 def choose(names, count):
@@ -528,7 +549,8 @@ for (promise, keeps), (promise_of_few, keeps_of_few) in zip(*curse.values(), str
     assert not shipped or promise > promise_of_few > keeps_of_few, "more candidates promise more"
     assert not shipped or abs(keeps - keeps_of_few) < 0.02, "and keep the same"
 top_ten = torch.cat(list(table.values())).mean(1).topk(10).values
-assert not shipped or all(pairs[1][1] > pairs[-1][1] for pairs in curse.values()), "kept: it falls a little"
+kept_falls = all(pairs[1][1] > pairs[-1][1] for pairs in curse.values())
+assert not shipped or kept_falls, "what is kept falls a little"
 assert not shipped or top_ten[0] - top_ten[-1] < 0.02, "the best are nearly equal"
 
 # %% jupyter={"source_hidden": true}
@@ -566,13 +588,14 @@ figure
 FEW = 256
 text = Calibration(model, tokenizer, stories[4:], FEW)
 at = {name: speedup(text, costs, subs).speedup for name, subs in exits.items()}
-print(f"{sum(map(len, text.ids))} tokens: {max(at, key=at.get)} is best, with {max(at.values()):.2f}")
+print(f"{sum(map(len, text.ids))} tokens: {max(at, key=at.get)} is best, "
+      f"with {max(at.values()):.2f}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# All exits are worth less, and the best ones nearly as much less as the winner. So most of its fall
-# is not its luck: 256 tokens are hardly more than one story, and that story is easier than the
-# others. The exit that won on it is also the best on all tokens.
+# All exits are worth less, and the best five fall nearly as far as the winner. So most of its fall
+# is not luck running out: 256 tokens are hardly more than one story, and that story is easier than
+# the others. The exit that won on it is also the best on all tokens.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -583,7 +606,8 @@ winner = max(at, key=at.get)
 five = sorted(at, key=at.get)[-5:]
 mean_fall = sum(falls[name] for name in five) / len(five)
 print(f"{winner} on all {sum(map(len, last_four.ids))} tokens: {whole[winner]:.2f}, "
-      f"less by {falls[winner]:.2f}; the five best exits are worth less by {mean_fall:.2f} on average")
+      f"less by {falls[winner]:.2f}; the five best exits are worth less by {mean_fall:.2f} "
+      "on average")
 if shipped and FEW == 256:
     assert min(falls.values()) > 0 and winner == max(whole, key=whole.get)
     assert 0.7 * falls[winner] < mean_fall < falls[winner]
@@ -602,7 +626,8 @@ for kind in ("dialogues", "maths", "code"):
     leads[kind] = lead(there, "found", best_exit)
     with_same[kind] = lead(there, "found", best_exit, same)
     print(f"{kind:10} found - {best_exit}: {leads[kind][0]:+.3f} ± {leads[kind][1]:.3f}; "
-          f"with gamma {same} for both: {with_same[kind][0]:+.3f} ± {with_same[kind][1]:.3f} (95 %)")
+          f"with gamma {same} for both: {with_same[kind][0]:+.3f} ± {with_same[kind][1]:.3f} "
+          "(95 %)")
 if shipped:
     assert with_same["code"][0] < -with_same["code"][1] and leads["code"][0] < with_same["code"][0]
     assert leads["dialogues"][0] > leads["dialogues"][1] and with_same["dialogues"][0] < 0
@@ -621,8 +646,8 @@ figure
 
 # %% [markdown]
 # On code the found set loses more than chance explains, by its attention as well as by its longer
-# drafts (gamma 3 against 2). On dialogues it seems to gain, but by its longer drafts alone. What a
-# set and a gamma are worth depends on the text. So search on the kind of text that you will write.
+# drafts (gamma 3 against 2). On dialogues it seems to gain, but by its longer drafts alone. The
+# value of a set and a gamma depends on the text. So search on the kind of text that you will write.
 #
 # ## Exercise: another acquisition
 #
@@ -665,7 +690,7 @@ def trial(k):
     return float(value[k])
 
 
-def watched(mean, std, beta, plain=ucb):                        # plain: bound now, before `ucb` is replaced
+def watched(mean, std, beta, plain=ucb):                        # plain: `ucb` before it is replaced
     given.append(std)
     return plain(mean, std, beta)
 
@@ -682,13 +707,15 @@ for beta in (0.0, 2.0, 20.0):
     asked.clear()
     given.clear()
     runs[beta] = tried = ucb_search(z, trial, groups, count, seed=0, beta=beta)
-    assert sorted(asked) == sorted(tried) and len(set(tried)) == count, "each set once, and nothing but these"
+    once = len(set(tried)) == count
+    assert once and sorted(asked) == sorted(tried), "each set once, and nothing but these"
     assert given, "ucb_search must call ucb"
     process = GaussianProcess(z[tried[:first]], value[tried[:first]], groups)
     assert torch.allclose(given[0], process.predict(z)[1], atol=1e-4), "pass the standard deviation"
     print(f"beta {beta:4}: regret {float(value.max() - value[tried].max()):.4f}")
 ucb = plain
-assert runs[0.0][:first] == runs[20.0][:first] and runs[0.0] != runs[20.0], "beta must decide after the start"
+same_start = runs[0.0][:first] == runs[20.0][:first]
+assert same_start and runs[0.0] != runs[20.0], "beta must decide after the start"
 better = float((value[runs[2.0][first:]].mean() > value).double().mean())
 assert n < 7 or better > 0.9, "after the random trials your choices should be better than most sets"
 
@@ -728,7 +755,8 @@ assert not shipped or max(found_at) < value.max(), "far above"
 flat = torch.tensor([1e-12, 0.1, 0.8, 1e-3], dtype=torch.float64).log()
 a = z[:1]                                                       # nothing is skipped
 b = groups[None].eq(0).double()                                 # all attentions are skipped
-assert torch.isclose(kernel(distances(a, b, groups), flat), torch.full((1, 1), 0.8, dtype=torch.float64))
+signal = torch.full((1, 1), 0.8, dtype=torch.float64)
+assert torch.isclose(kernel(distances(a, b, groups), flat), signal)
 print("covariance 0.8, which is the signal")
 
 # %% [markdown]
@@ -755,11 +783,12 @@ print("set 0 skips nothing and is always accepted")
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 lead_of = torch.stack([tested[name] for name in relatives])     # (sets, stories)
-lead_of = lead_of - lead_of.mean(0)                             # over the mean of all sets on a story
+lead_of = lead_of - lead_of.mean(0)                             # over the mean on each story
 between_stories = lead_of.std(1).mean()
 between_sets = lead_of.mean(1).std()
 assert not shipped or between_stories > between_sets
-print(f"standard deviation of a lead, between stories {between_stories:.3f}; between sets {between_sets:.3f}")
+print(f"standard deviation of a lead, between stories {between_stories:.3f}; "
+      f"between sets {between_sets:.3f}")
 
 # %% [markdown]
 # Next: [trees](08_trees.ipynb). So far each draft is a single chain of tokens. What if a draft

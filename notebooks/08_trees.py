@@ -15,12 +15,12 @@
 # %%
 # %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
-SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures is checked for this model
+SHIPPED = MODEL.name == "stories-llama"         # the text's figures are checked for this model
 
 # %%
 from control import weight_costs
-from model import Placement
 from layerskip import SelfDraft
+from model import Placement
 from sampling import Coins, to_probs
 from search import Teacher
 from support.texts import read_prompts
@@ -30,7 +30,7 @@ model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 c = model.c
 device = model.tok.device
 L = model.c.n_layers
-EXIT = max(1, L // 6)                                           # the first sixth of the blocks drafts
+EXIT = max(1, L // 6)                                           # a sixth of the blocks drafts
 prompt = checkpoint.encode(tokenizer, "The old man looked at the", c.bos)
 print(f"{L} blocks, of which the first {EXIT} draft")
 
@@ -47,12 +47,14 @@ print(f"{L} blocks, of which the first {EXIT} draft")
 # %%
 from itertools import islice
 
-from methods.trees import Siblings, ancestors
 from drafter import Wrapper
+from methods.trees import Siblings, ancestors
 from speculative import rounds
 
 
-class Kept(Wrapper):    # remembers the last draft as it was, before verification cuts it to a chain
+class Kept(Wrapper):
+    """Remembers the last draft as it was, before verification cuts it to a chain."""
+
     def propose(self, state):
         self.draft = super().propose(state)
         return self.draft
@@ -63,7 +65,8 @@ warm = lambda z: to_probs(z, temperature=1.0)
 kept = Kept(Siblings(SelfDraft(model, range(2 * EXIT), 3), [2, 1]))
 seen = []
 for state, r in islice(rounds(model, [prompt], 60, kept, warm, Coins(0)), 12):
-    tokens, parents, q = (part[0].cpu() for part in (kept.draft.tokens, kept.draft.parents, kept.draft.q))
+    draft = kept.draft
+    tokens, parents, q = (part[0].cpu() for part in (draft.tokens, draft.parents, draft.q))
     left = r.p[0, 0].cpu()
     chances = []
     for k in [k for k, parent in enumerate(parents.tolist()) if parent == 0][:2]:
@@ -88,7 +91,7 @@ print("drafted:", [tokenizer.decode([t]) for t in tokens], "parents:", parents)
 # %% tags=["gallery"] jupyter={"source_hidden": true}
 words = [tokenizer.decode(known[-1:]), *(tokenizer.decode([t]) for t in tokens)]
 names = [f"{k}: {word.strip() or '␣'}" for k, word in enumerate(words)]
-tree = ancestors(torch.tensor([parents]))[0]                    # (K+1, K+1): row k is what node k sees
+tree = ancestors(torch.tensor([parents]))[0]                    # (K+1, K+1): what each node sees
 plots.tree_and_mask(parents, tree, names)
 
 # %% [markdown]
@@ -101,7 +104,8 @@ plots.tree_and_mask(parents, tree, names)
 
 # %%
 SHAPE = [0, 0, 1, 3]
-plots.tree_and_mask(SHAPE, ancestors(torch.tensor([SHAPE]))[0], [str(k) for k in range(len(SHAPE) + 1)])
+numbers = [str(k) for k in range(len(SHAPE) + 1)]
+plots.tree_and_mask(SHAPE, ancestors(torch.tensor([SHAPE]))[0], numbers)
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -113,8 +117,7 @@ plots.tree_and_mask(SHAPE, ancestors(torch.tensor([SHAPE]))[0], [str(k) for k in
 # as if it were alone? We read the tree in one pass and then each path by itself.
 
 # %%
-from kvcache import KVCache
-from kvcache import prefill
+from kvcache import KVCache, prefill
 
 n = len(known)
 K = len(parents)
@@ -123,7 +126,7 @@ block = torch.tensor([[known[-1], *tokens]], device=device)
 
 # %%
 prefill(model, torch.tensor([known], device=device), cache)
-positions = n - 2 + tree.sum(-1)[None].to(device)               # the last known token stands at n - 1
+positions = n - 2 + tree.sum(-1)[None].to(device)               # the last known token is at n - 1
 slots = torch.arange(n - 1, n + K, device=device)[None]
 at = Placement(positions, slots, n - 1, n + K, tree[None].to(device))
 x = model.run(model.embed(block), at, cache)
@@ -131,7 +134,7 @@ together = model.unembed(x)[0]                                  # (K+1, V): one 
 for k in range(K + 1):
     path = [int(t) for t, on in zip(block[0], tree[k], strict=True) if on]
     alone = model(torch.tensor([known[:-1] + path], device=device))[0, -1]
-    assert torch.allclose(alone, together[k], atol=1e-3)        # sums in another order round otherwise
+    assert torch.allclose(alone, together[k], atol=1e-3)        # sums in another order
 print(f"one pass over {K + 1} tokens gives the logits of {K + 1} passes over one text each")
 
 # %% [markdown]
@@ -162,14 +165,15 @@ def walk(p, tokens, parents, q, u):
     return node, left, tale
 
 # %%
-from sampling import uniforms
 from methods.trees import verify_tree
+from sampling import uniforms
 
 p = warm(together).cpu()                                        # (K+1, V); q is (K, V)
 ends = set()
 for seed in range(200):
     node, left, _ = walk(p, tokens, parents, q, uniforms(seed, 0, K))
-    own, _ = verify_tree(p[None], torch.tensor([tokens]), torch.tensor([parents]), Coins(seed), q[None])
+    line = torch.tensor([tokens])
+    own, _ = verify_tree(p[None], line, torch.tensor([parents]), Coins(seed), q[None])
     assert int(own) == node
     ends.add(node)
 print("200 walks end at the same node as the library's `verify_tree`; these nodes:", sorted(ends))
@@ -185,12 +189,13 @@ def narrate(seed):
     u = uniforms(seed, 0, K).tolist()
     node, _, tale = walk(p, tokens, parents, q, u)
     for at, k, had, drawn, chance, ok in tale:
-        print(f"after {names[at]:9} try {names[k + 1]:9} left {had:.3f}  q {drawn:.3f}  chance {chance:.2f}  "
-              f"u {u[k]:.2f}  {'accepted' if ok else 'rejected'}")
+        print(f"after {names[at]:9} try {names[k + 1]:9} left {had:.3f}  q {drawn:.3f}  "
+              f"chance {chance:.2f}  u {u[k]:.2f}  {'accepted' if ok else 'rejected'}")
     print("then the next token is drawn from what is left after", names[node])
 
 
-def eventful(seed):     # whether the walk ends with a second chance that was taken, and how much it tried
+def eventful(seed):
+    """Whether the walk ends with a second chance that was taken, and how much it tried."""
     verdicts = [ok for *_, ok in walk(p, tokens, parents, q, uniforms(seed, 0, K))[2]]
     return verdicts[-2:] == [False, True], len(verdicts)
 
@@ -217,7 +222,8 @@ figure, (sides,) = plots.axes(1, len(family), width=3.4, height=3)
 for side, k in zip(sides, family, strict=True):
     side.bar(torch.arange(8) - 0.2, left[shown], 0.4, color=plots.HUES[0], label="left of p")
     side.bar(torch.arange(8) + 0.2, q[k][shown], 0.4, color=plots.HUES[1], label="drawn from")
-    side.set_xticks(range(8), [tokenizer.decode([t]).strip() or "␣" for t in shown.tolist()], rotation=90)
+    words = [tokenizer.decode([t]).strip() or "␣" for t in shown.tolist()]
+    side.set_xticks(range(8), words, rotation=90)
     side.set_title(f"try {names[k + 1]}\nchance {float((left / q[k])[tokens[k]].clamp(max=1)):.2f}")
     assert not SHIPPED or k != family[-1] or left[tokens[k]] < 1e-6, "the third child has no chance"
     left = (left - q[k]).clamp(min=0)
@@ -227,11 +233,11 @@ sides[0].legend(frameon=False)
 figure
 
 # %% [markdown]
-# Both disappear. The orange one, because the next sibling is drawn from q without that token,
-# rescaled: drawing the same token again would be a waste. The blue one, because a token can only be
-# rejected where q exceeds p, and q is subtracted: what p and q share has had its chance. Where p
-# exceeds q, something is left, and a later sibling can hit it. Where q exceeds p, as at the third
-# child here, nothing is left: its chance is 0.
+# Both disappear. The orange bar goes because the next sibling is drawn from q without that token,
+# rescaled: to draw the same token again would be a waste. The blue bar goes because a token can
+# only be rejected where q exceeds p, and q is subtracted. What p and q share has had its chance.
+# Where p exceeds q, something is left, and a later sibling can hit it. Where q exceeds p, as at the
+# third child here, nothing is left: its chance is 0.
 #
 # ## Why the text is exact: one line
 #
@@ -264,7 +270,7 @@ p6, q6 = (x[some].double() / x[some].sum() for x in (p[0], q[0]))
 
 
 def families(q):
-    """Every way to draw two siblings: how likely it is, and [(token, what it was drawn from)] of both."""
+    """Every way to draw two siblings: its chance, and [(token, what it was drawn from)] of both."""
     for a in range(len(q)):
         rest = q.clone()
         rest[a] = 0
@@ -315,13 +321,15 @@ print("written:", [round(v, 4) for v in written(p6, q6).tolist()])
 # %%
 from methods.trees import best_tree, rank_acceptance, tree_tokens
 
-stories = [checkpoint.encode(tokenizer, line["text"], c.bos)[:120] for line in read_prompts("stories")[:4]]
+stories = [checkpoint.encode(tokenizer, line["text"], c.bos)[:120]
+           for line in read_prompts("stories")[:4]]
 teachers = [Teacher(model, ids, lambda z: z) for ids in stories]
 both = [(to_probs(teacher.p), teacher.q(range(2 * EXIT))) for teacher in teachers]
 p_all, q_all = (torch.cat(part, 1) for part in zip(*both, strict=True))
 ranks = rank_acceptance(p_all, q_all, 4)
 level = weight_costs(c).step(range(2 * EXIT))
-print("the target's token is the exit's first, second, ... choice:", [round(rank, 2) for rank in ranks])
+rounded = [round(rank, 2) for rank in ranks]
+print("the target's token is the exit's first, second, ... choice:", rounded)
 print(f"drafting one level costs {level:.2f} passes by weights")
 
 # %% [markdown]
@@ -335,8 +343,8 @@ print(f"drafting one level costs {level:.2f} passes by weights")
 #
 # We take cheap levels of 0.05 passes, such as a small head would have, and nodes that cost nothing.
 #
-# **Predict:** is the best tree of four nodes a chain? And that of eight? Would free levels make
-# trees deeper, or wider?
+# **Predict:** is the best tree of four nodes a chain? And the best tree of eight? Would free levels
+# make trees deeper, or wider?
 
 # %%
 DEPTH_COST = 0.05
@@ -389,7 +397,7 @@ for cost, shape in shapes.items():
 # probabilities along their path, and at last keeps the best nodes of all. Where the draft is sure,
 # its tree is deep, and where it is not, wide.
 #
-# Free nodes are an assumption as well. On a GPU that waits for memory, a pass over 16 tokens costs
+# Free nodes are also an assumption. On a GPU that waits for memory, a pass over 16 tokens costs
 # about as much as a pass over one. On a CPU it does not, and a large tree can lose.
 # `python -m lab.bench heads` measures it.
 #
@@ -416,7 +424,8 @@ for name, drafter in drafters.items():
     per_text[name] = torch.tensor([len(row) / passes for (row,), passes in done])
     tau = sum(map(len, texts[name])) / sum(passes for _, passes in done)
     same = sum(a == b for a, b in zip(texts[name], texts["plain"], strict=True))
-    print(f"{name:16} {tau:.2f} tokens per pass (tau), {same} of {len(prompts)} texts as in plain decoding")
+    print(f"{name:16} {tau:.2f} tokens per pass (tau), "
+          f"{same} of {len(prompts)} texts as in plain decoding")
 
 
 def more(name, than):
@@ -427,7 +436,8 @@ def more(name, than):
 
 three = more("with 3 siblings", "chain of 3")
 five = more("with 8 siblings", "with 3 siblings")
-print("three siblings bring {:.2f} ± {:.2f}".format(*three), "and five more {:.2f} ± {:.2f}".format(*five))
+print("three siblings bring {:.2f} ± {:.2f}".format(*three),
+      "and five more {:.2f} ± {:.2f}".format(*five))
 assert not SHIPPED or three[0] > max(2 * three[1], five[0])
 
 # %% [markdown]
@@ -447,7 +457,8 @@ assert not SHIPPED or three[0] > max(2 * three[1], five[0])
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-longest = max(len(r.new[0]) for _, r in rounds(model, [prompts[0]], 48, drafters["with 8 siblings"]))
+run = rounds(model, [prompts[0]], 48, drafters["with 8 siblings"])
+longest = max(len(r.new[0]) for _, r in run)
 assert longest <= 4
 print(f"never more than 4; seen here: {longest}")
 
@@ -501,7 +512,8 @@ state, r = next(rounds(model, [prompt], 8, greedy))
 logits = Teacher(model, prompt, lambda z: z).q(range(2 * EXIT))[0, -1]
 assert greedy.draft.tokens[0].tolist() == logits.topk(3).indices.tolist()
 assert (greedy.draft.q.amax(-1) == 1).all()
-print("siblings:", [tokenizer.decode([t]) for t in greedy.draft.tokens[0]], "accepted:", int(r.accepted[0]))
+siblings = [tokenizer.decode([t]) for t in greedy.draft.tokens[0]]
+print("siblings:", siblings, "accepted:", int(r.accepted[0]))
 
 # %% [markdown]
 # **5.** Suppose each sibling is drawn from the whole q, as in SpecInfer. Is the text still exact?

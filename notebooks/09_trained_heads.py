@@ -16,7 +16,7 @@
 # %%
 # %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
-SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures is checked for this model
+SHIPPED = MODEL.name == "stories-llama"         # the text's figures are checked for this model
 
 # %%
 from control import weight_costs
@@ -33,8 +33,10 @@ model.requires_grad_(False)                                     # the model stay
 c = model.c
 L = model.c.n_layers
 costs = weight_costs(model.c)
-stories = [checkpoint.encode(tokenizer, line["text"], c.bos)[:256] for line in read_prompts("stories")]
-print(f"{L} blocks; {len(stories)} stories with {sum(map(len, stories))} tokens to learn from and to test on")
+stories = [checkpoint.encode(tokenizer, line["text"], c.bos)[:256]
+           for line in read_prompts("stories")]
+print(f"{L} blocks; {len(stories)} stories with {sum(map(len, stories))} tokens "
+      "to learn from and to test on")
 
 # %% [markdown]
 # ## The smallest head
@@ -78,8 +80,10 @@ STEPS = 200
 RATE = 3e-3
 torch.set_grad_enabled(True)
 teachers = [Teacher(model, ids, lambda logits: logits.softmax(-1)) for ids in stories]
-pairs = [(t.states[-1][0, :-1].clone(), t.p[0, 1:].clone()) for t in teachers]  # the state; p one place later
-train, test = ([torch.cat(part) for part in zip(*some, strict=True)] for some in (pairs[2:], pairs[:2]))
+pairs = [(t.states[-1][0, :-1].clone(), t.p[0, 1:].clone())     # the state; p one place later
+         for t in teachers]
+train, test = ([torch.cat(part) for part in zip(*some, strict=True)]
+               for some in (pairs[2:], pairs[:2]))
 
 
 def rejected(head, x, p):
@@ -105,7 +109,7 @@ for step in range(STEPS + 1):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-torch.set_grad_enabled(False)                                   # everything below only runs what was trained
+torch.set_grad_enabled(False)                                   # nothing below trains
 _, on_train, on_test = course[-1]
 print(f"alpha at temperature 1: on new stories {course[0][2]:.2f}, then {on_test:.2f}, "
       f"{on_test / course[0][2]:.1f} times as much; on those it trained on {on_train:.2f}")
@@ -114,7 +118,8 @@ assert on_test > 3 * course[0][2] and on_train > 1.2 * on_test
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=7, height=3)
 steps, seen, new = zip(*course, strict=True)
-side.plot(steps, seen, color="#808080", ls="--", marker="o", label="the six stories that it trains on")
+side.plot(steps, seen, color="#808080", ls="--", marker="o",
+          label="the six stories that it trains on")
 side.plot(steps, new, color=plots.HUES[0], marker="o", label="two new stories")
 side.set(xlabel="training steps", ylabel="alpha at temperature 1", ylim=(0, None))
 side.legend(frameon=False)
@@ -123,7 +128,7 @@ figure
 # %% [markdown]
 # One matrix, trained for a few seconds, raises alpha several times over. The gap between the curves
 # is overfitting: six stories are far too little text. `lab/train_heads.py` trains on much more, and
-# the heads beside the shipped weights come from there.
+# it trained the heads that come with the shipped weights.
 #
 # **Try it:** set `STEPS = 400`. Which of the two curves will rise more?
 #
@@ -165,7 +170,7 @@ figure
 # - **The prophet** (lucidrains; not ProphetNet) is a small decoder. It starts from that final
 #   state, then reads D and its own drafts.
 #
-# What a drafted token costs follows from that: the blocks of the model that run for it, the head's
+# The cost of a drafted token follows from that: the blocks of the model that run for it, the head's
 # own weights, and the output head. `heads.pricing` adds them up, in passes of the target. (No exit
 # block is shipped, so it is missing from here on.)
 
@@ -179,8 +184,8 @@ def trained(kind, fresh):
 shipped = {one.kind: trained(one.kind, one) for one in kinds if one.kind != "exit_block"}
 prices = {kind: heads.pricing(one)(0) for kind, one in shipped.items()}
 for kind, one in shipped.items():
-    print(f"{kind:9} {one.count():8,} weights, {one.price.trunk} blocks of the model per drafted token: "
-          f"c = {prices[kind]:.2f}")
+    print(f"{kind:9} {one.count():8,} weights, "
+          f"{one.price.trunk} blocks of the model per drafted token: c = {prices[kind]:.2f}")
 print(f"of each c, the output head is {costs.head / costs.whole:.2f}")
 
 # %% [markdown]
@@ -201,7 +206,8 @@ print(f"of each c, the output head is {costs.head / costs.whole:.2f}")
 # %%
 GAMMA = 3
 COUNT = 8
-prompts = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts("stories")[:COUNT]]
+prompts = [checkpoint.encode(tokenizer, line["prompt"], c.bos)
+           for line in read_prompts("stories")[:COUNT]]
 
 
 def measure(drafter, prompts=prompts):
@@ -216,7 +222,7 @@ def measure(drafter, prompts=prompts):
 _, _, plain = measure(None)
 table = {}
 for kind, one in shipped.items():
-    most = min(GAMMA, one.price.longest)                            # Medusa drafts one token per head
+    most = min(GAMMA, one.price.longest)                        # Medusa drafts a token per head
     table[kind] = *measure(one.drafter(most)), most * prices[kind]
 for e in (max(1, L // 8), max(1, L // 6)):
     subs = list(range(2 * e))
@@ -224,21 +230,23 @@ for e in (max(1, L // 8), max(1, L // 6)):
 speeds = {name: tau / (1 + cost) for name, (tau, _, _, cost) in table.items()}
 for name, (tau, error, texts, cost) in table.items():
     same = sum(a == b for a, b in zip(texts, plain, strict=True))
-    print(f"{name:9} tau {tau:.2f} ± {error:.2f}, a draft costs {cost:.2f}, speed-up {speeds[name]:.2f}; "
-          f"{same} of {len(prompts)} texts as in plain decoding")
+    print(f"{name:9} tau {tau:.2f} ± {error:.2f}, a draft costs {cost:.2f}, "
+          f"speed-up {speeds[name]:.2f}; {same} of {len(prompts)} texts as in plain decoding")
 if SHIPPED and GAMMA == 3:
     order = sorted(shipped, key=lambda name: -table[name][0])
     assert order == ["kangaroo", "eagle", "prophet", "medusa"]
     assert abs(speeds["kangaroo"] - speeds["eagle"]) < 0.1 < speeds["eagle"] - speeds["exit 3"]
-    assert all(abs(table[name][0] - table["eagle"][0]) < table["eagle"][1] for name in ("exit 3", "exit 4"))
-    assert all(1.5 < table[name][3] / table["eagle"][3] < 2.5 for name in ("exit 3", "exit 4"))
+    for name in ("exit 3", "exit 4"):
+        assert abs(table[name][0] - table["eagle"][0]) < table["eagle"][1]
+        assert 1.5 < table[name][3] / table["eagle"][3] < 2.5
 
 # %% jupyter={"source_hidden": true}
 figure, ((left, right),) = plots.axes(1, 2, width=4.4, height=3)
 hues = [plots.HUES[1] if name.startswith("exit") else plots.HUES[0] for name in table]
 left.barh(list(table), [tau for tau, *_ in table.values()], color=hues, ecolor="#404040",
           xerr=[2 * error for _, error, _, _ in table.values()])
-left.set(xlabel="tau, tokens per pass, with two standard errors", title="blue: trained, orange: an exit")
+left.set(xlabel="tau, tokens per pass, with two standard errors",
+         title="blue: trained, orange: an exit")
 right.barh(list(table), list(speeds.values()), color=hues)
 right.set(xlabel="speed-up by weights")
 for side in (left, right):
@@ -264,8 +272,8 @@ figure
 #
 # ## A tree of heads
 #
-# The trees of notebook 8 work with heads as well: their second and third choices make trees. How
-# often each choice is the target's token was measured when the heads were trained and is stored
+# The second and third choices of a head make trees, too, as those of the exit did in notebook 8.
+# How often each choice is the target's token was measured when the heads were trained and is stored
 # with them, so `best_tree` can pick the shape. A parent 0 in a shape is the last known token, and k
 # is drafted token k. (Medusa's tree may branch anywhere. Here EAGLE continues only its first
 # choices; in the paper it continues others as well.)
@@ -280,10 +288,12 @@ gained = {}
 for kind in ("eagle", "medusa"):
     one = shipped[kind]
     most = min(GAMMA, one.price.longest)
-    shape = best_tree(one.ranks or [0.5, 0.15, 0.08], NODES, prices[kind], 0.0, one.branches, levels=most)
+    ranks = one.ranks or [0.5, 0.15, 0.08]
+    shape = best_tree(ranks, NODES, prices[kind], 0.0, one.branches, levels=most)
     chain, tree = (measure(one.drafter(most, some))[0] for some in (None, shape))
     gained[kind] = chain, tree
-    print(f"{kind:6} chain of {most}: tau {chain:.2f}; tree of {len(shape)}: tau {tree:.2f}; parents {shape}")
+    print(f"{kind:6} chain of {most}: tau {chain:.2f}; "
+          f"tree of {len(shape)}: tau {tree:.2f}; parents {shape}")
 if SHIPPED and GAMMA == 3:
     assert gained["medusa"][1] - gained["medusa"][0] > gained["eagle"][1] - gained["eagle"][0]
     assert gained["medusa"][1] < gained["eagle"][0]
@@ -299,7 +309,7 @@ if SHIPPED and GAMMA == 3:
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-shape = best_tree(one.ranks or [0.5, 0.15, 0.08], 32, prices["medusa"], 0.0, one.branches, levels=most)
+shape = best_tree(ranks, 32, prices["medusa"], 0.0, one.branches, levels=most)
 wide, _, _ = measure(one.drafter(most, shape))
 assert not SHIPPED or GAMMA != 3 or wide < gained["eagle"][0]
 print(f"a tree of {len(shape)}: tau {wide:.2f}; EAGLE's chain: {gained['eagle'][0]:.2f}")
@@ -329,7 +339,8 @@ print({kind: one.price.longest for kind, one in shipped.items()})
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-code = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts("code")[:COUNT]]
+code = [checkpoint.encode(tokenizer, line["prompt"], c.bos)
+        for line in read_prompts("code")[:COUNT]]
 _, _, plain_code = measure(None, code)
 tau, _, texts = measure(shipped["eagle"].drafter(GAMMA), code)
 same = sum(a == b for a, b in zip(texts, plain_code, strict=True))
@@ -348,7 +359,8 @@ print(f"eagle: tau {table['eagle'][0]:.2f} on stories, {tau:.2f} on code")
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 output = costs.head / costs.whole
-print(f"the output head alone: c = {output:.3f}; eagle {prices['eagle']:.3f}, medusa {prices['medusa']:.3f}")
+print(f"the output head alone: c = {output:.3f}; "
+      f"eagle {prices['eagle']:.3f}, medusa {prices['medusa']:.3f}")
 if SHIPPED:
     assert shipped["eagle"].count() > 4 * shipped["medusa"].count()
     assert shipped["eagle"].price.weights > 10 * shipped["medusa"].price.weights
@@ -360,8 +372,8 @@ if SHIPPED:
 #
 # <details><summary>Answer</summary>
 # The text. The target would be another model, and what it verifies would be distributed as *its* p,
-# not as that of the model we began with. (Medusa-2 trains both.) The cell moves one block by one
-# percent.
+# and no longer as the p of the model we began with. (Medusa-2 trains both.) The cell moves one
+# block by one percent.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}

@@ -15,12 +15,12 @@
 # %%
 # %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
-SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures is checked for this model
+SHIPPED = MODEL.name == "stories-llama"         # the text's figures are checked for this model
 
 # %%
+from control import weight_costs
 from model import Placement
 from support.texts import read_prompts
-from control import weight_costs
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
@@ -47,11 +47,13 @@ from layerskip import early_exit
 from search import Teacher
 
 teacher = Teacher(model, story)                                 # greedy: p and q are one-hot
-shadows = torch.stack([model.unembed(teacher.states[2 * e])[0].argmax(-1) for e in range(1, L)])    # (L-1, T)
+shadows = [model.unembed(teacher.states[2 * e])[0].argmax(-1) for e in range(1, L)]
+shadows = torch.stack(shadows)                                  # (L-1, T)
 right = shadows == model.unembed(teacher.states[-1])[0].argmax(-1)
 for e in (1, L // 2, L - 1):      # the same as when the exit itself drafts
     assert torch.equal(right[e - 1].double().cpu(), teacher.acceptance(early_exit(L, e)))
-print(f"{right.numel()} shadow tokens, of {L - 1} exits at {len(story)} places, from one pass over the text")
+print(f"{right.numel()} shadow tokens, of {L - 1} exits at {len(story)} places, "
+      "from one pass over the text")
 
 # %% [markdown]
 # **Predict:** the picture will have a row for each exit and a column for each place. Will it look
@@ -76,10 +78,10 @@ figure
 #
 # A trace does not reveal everything. A skip set has states of its own: after its first gap, each
 # sub-layer gets another input than in a pass of the whole model. A trace can still guide the
-# choice. *CLaSp* (arXiv 2505.24196, `lab/clasp.py`) looks for the blocks without which a token's
-# states stay nearest to those of the trace. But for this it runs the blocks again, on states that
-# the target never had, and a set whose states are near need not be one whose tokens are right. How
-# often they are, only its own drafts can show.
+# choice. *CLaSp* (arXiv 2505.24196, `lab/clasp.py`) looks for the blocks that it can leave out
+# while a token's states stay as near as possible to the trace's. But for this it runs the blocks
+# again, on states that the target never had, and a set whose states are near need not be one whose
+# tokens are right. Only its own drafts can show how often they are.
 
 # %%
 from layerskip import without
@@ -129,9 +131,11 @@ print(f"{len(table)} rounds wrote 80 tokens; the exits it chose: {sorted(set(cho
 # %% jupyter={"source_hidden": true}
 figure, ((upper,), (lower,)) = plots.axes(2, 1, width=10, height=2.7)
 image = upper.imshow(table.T, aspect="auto", cmap="viridis", vmin=0, vmax=1, origin="lower")
-upper.plot([None if e is None else e - 1 for e in chosen], color="white", drawstyle="steps-mid", lw=2)
+shown = [None if e is None else e - 1 for e in chosen]
+upper.plot(shown, color="white", drawstyle="steps-mid", lw=2)
 upper.set_yticks(range(0, L - 1, 3), range(1, L, 3))
-upper.set(ylabel="exit after block", title="DEL's estimates of alpha; white: the exit it chose", xticks=[])
+upper.set(ylabel="exit after block", xticks=[],
+          title="DEL's estimates of alpha; white: the exit it chose")
 figure.colorbar(image, ax=upper)
 lower.bar(range(len(lengths)), lengths, 0.9, color=plots.HUES[0])
 lower.set(xlabel="round", ylabel="tokens drafted", title="how far it drafted before it was unsure",
@@ -156,25 +160,30 @@ from speculative import generate
 (written,), _ = generate(model, [prompt], 80)
 whole = Teacher(model, prompt + written)
 places = slice(len(prompt) - 1, -1)                             # those whose next token was written
-by_exit = torch.stack([whole.acceptance(early_exit(L, e))[places] for e in range(1, L)])   # (L-1, 80)
+by_exit = [whole.acceptance(early_exit(L, e))[places] for e in range(1, L)]
+by_exit = torch.stack(by_exit)                                  # (L-1, 80)
 true = by_exit.mean(1)
 recent = by_exit[:, -40:].mean(1)
 off = [float((table[-1] - alpha).abs().mean()) for alpha in (true, recent)]
-print(f"DEL's estimates are off by {off[0]:.3f} from the whole text, by {off[1]:.3f} from its last 40 tokens")
+print(f"DEL's estimates are off by {off[0]:.3f} from the whole text, "
+      f"by {off[1]:.3f} from its last 40 tokens")
 assert not SHIPPED or off[1] < off[0] and max(true[4 : L // 2]) < true[3] + 0.02
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=7, height=3.2)
 side.plot(range(1, L), true, color="#808080", marker="o", ms=4, label="in the whole text")
-side.plot(range(1, L), recent, color=plots.HUES[0], marker="o", ms=4, ls="--", label="in its last 40 tokens")
-side.plot(range(1, L), table[-1], color=plots.HUES[1], marker="s", ms=4, label="DEL's estimate at the end")
+side.plot(range(1, L), recent, color=plots.HUES[0], marker="o", ms=4, ls="--",
+          label="in its last 40 tokens")
+side.plot(range(1, L), table[-1], color=plots.HUES[1], marker="s", ms=4,
+          label="DEL's estimate at the end")
 side.set(xlabel="exit after block", ylabel="alpha", ylim=(0, 1.02))
 side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# To the last 40 tokens: old counts fade, but slowly. This is how DEL follows a text that changes.
-# Look at the shape as well. From exit 4 to the middle of the model, more blocks buy nothing.
+# DEL is closer to the last 40 tokens, because old counts fade, if slowly. This is how DEL follows a
+# text that changes. Look at the shape of the curves, too. From exit 4 to the middle of the model,
+# more blocks buy nothing.
 #
 # There is a price. For each shadow token, the output head must be applied to one more state. A
 # large GPU hardly notices, since it reads the head once for all of them. On a CPU the shadow tokens
@@ -200,8 +209,9 @@ for _ in rounds(model, [prompt], 90, swift):
     pass
 scores = [score for _, score in swift.seen]
 tops = [max(scores[: i + 1]) for i in range(len(scores))]
-print(f"{len(scores)} sets were scored while 90 tokens were written, on {swift.window} tokens each; "
-      f"the first matches {round(scores[0] * swift.window)}, the best {round(tops[-1] * swift.window)}")
+matched = [round(score * swift.window) for score in (scores[0], tops[-1])]
+print(f"{len(scores)} sets were scored while 90 tokens were written, "
+      f"on {swift.window} tokens each; the first matches {matched[0]}, the best {matched[1]}")
 
 # %% jupyter={"source_hidden": true}
 figure, ((left, wide),) = plots.axes(1, 2, width=5.5, height=3.2)
@@ -235,7 +245,8 @@ for _ in rounds(model, [prompt], 90, longer):
 top = max(score for _, score in longer.seen)
 for one, best in ((swift, tops[-1]), (longer, top)):
     print(f"{len(one.seen)} sets were scored on {one.window} tokens each; the best matches "
-          f"{round(best * one.window)} of them, {best:.2f} ± {(best * (1 - best) / one.window) ** 0.5:.2f}")
+          f"{round(best * one.window)} of them, "
+          f"{best:.2f} ± {(best * (1 - best) / one.window) ** 0.5:.2f}")
 
 # %% [markdown]
 # What is the best set worth, measured on all that was written?
@@ -254,7 +265,8 @@ for name, gone in zip(("the first set", "the best set"), sets, strict=True):
     assert not SHIPPED or price > 0.5 and max(worth) - min(worth) < 1.5 * error
     print(f"{name}: alpha {alpha:.2f} ± {error:.2f}, c {price:.2f}, "
           f"speed-up {expected_speedup(alpha, best_gamma(alpha, price), price):.2f}")
-print(f"the search itself cost as much as {len(scores) * costs.step(swift.kept(sets[0])):.0f} passes")
+cost = len(scores) * costs.step(swift.kept(sets[0]))
+print(f"the search itself cost as much as {cost:.0f} passes")
 
 # %% [markdown]
 # Little, for three reasons. SWIFT's sets keep more than half of the model, so a drafted token is
@@ -289,8 +301,10 @@ print(f"after 13 rounds {0.95**13:.2f}, after 14 {0.95**14:.2f}")
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 from layerskip import shared_prefix
 
-assert shared_prefix(early_exit(L, L - 1)) == 2 * (L - 1) and shared_prefix(gap) == 2 * (L // 3) < len(gap)
-print("the exit shares all of its sub-layers with the target, the skip set only those before its gap")
+assert shared_prefix(early_exit(L, L - 1)) == 2 * (L - 1)
+assert shared_prefix(gap) == 2 * (L // 3) < len(gap)
+print("the exit shares all of its sub-layers with the target, "
+      "the skip set only those before its gap")
 
 # %% [markdown]
 # Next: [Pace](11_pace.ipynb). DEL chooses among exits. How can a program choose among all ways to

@@ -16,7 +16,7 @@
 # %%
 # %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
-SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures is checked for this model
+SHIPPED = MODEL.name == "stories-llama"         # the text's figures are checked for this model
 
 # %%
 from control import weight_costs
@@ -69,18 +69,21 @@ tau = []
 for _, ids in stream:
     before = Counter(pace.chosen)
     (text,), passes = generate(model, [ids], 32, pace, eos=c.eos)
-    chosen.append(dict(Counter(pace.chosen) - before))          # {way of drafting: rounds} for this prompt
+    chosen.append(dict(Counter(pace.chosen) - before))          # {way of drafting: rounds}
     tau.append(len(text) / passes)
 share = {}
 for kind in dict.fromkeys(kinds):
-    ways = sum((Counter(one) for one, its in zip(chosen, kinds, strict=True) if its == kind), Counter())
+    ways = Counter()
+    for one, its in zip(chosen, kinds, strict=True):
+        ways += Counter(one if its == kind else {})
     share[kind] = ways["suffix"] / ways.total()
     print(f"{kind:9}: {share[kind]:4.0%} of the rounds by suffix decoding")
 assert not SHIPPED or max(share, key=share.get) == "code"
 
 # %% tags=["gallery"] jupyter={"source_hidden": true}
 figure, ((upper,), (lower,)) = plots.axes(2, 1, width=10, height=2.6)
-plots.draw_choices(upper, chosen, kinds, plots.hues_of(dict.fromkeys(way for one in chosen for way in one)))
+ways = dict.fromkeys(way for one in chosen for way in one)
+plots.draw_choices(upper, chosen, kinds, plots.hues_of(ways))
 upper.set_title("what Pace chose for each prompt")
 lower.bar(range(len(tau)), tau, 0.9, color=plots.HUES[0])
 lower.axhline(1, color="#404040", ls="--", lw=1)
@@ -103,7 +106,7 @@ figure
 # table of costs, Pace is never slower than plain decoding by more than 1 % and two passes. By the
 # clock, it holds as far as the table is right.
 #
-# To test it, we give Pace a useless draft: the second half of the model alone. Beside it runs a
+# To test it, we give Pace a useless draft: the second half of the model alone. We compare it with a
 # fixed rule that drafts two tokens with it in every round.
 #
 # **Predict:** how often will Pace try the useless draft in 120 tokens?
@@ -113,7 +116,7 @@ from layerskip import SelfDraft
 from methods.arms import self_draft
 from methods.pace import STAKE
 
-useless = list(range(L, 2 * L))                                 # the second half of the model, alone
+useless = list(range(L, 2 * L))                                 # the second half of the model
 careful = Pace(model, [self_draft("useless", model, useless, costs)], costs)
 balances = [STAKE]
 tokens = [0]
@@ -128,7 +131,7 @@ tries = careful.chosen["useless"]
 print(f"Pace tried the useless draft in {tries} of {sum(careful.chosen.values())} rounds")
 print(f"rounds: {careful.chosen}; the balance was never below {min(balances):.2f}")
 assert STAKE == 2 and min(balances) >= 0
-if SHIPPED and useless == list(range(L, 2 * L)):                # what the text below the picture says
+if SHIPPED and useless == list(range(L, 2 * L)):                # what the text below says
     assert tries < 12 and 0.4 < STAKE - balances[1] < 0.6
     assert 0.9 < -fixed[-1][1] / fixed[-1][0] < 1.1
 

@@ -49,7 +49,8 @@ def mean(values):
 chat = prompts_of("chat")
 answers, passes = generate(model, chat, NEW, eos=model.c.eos)
 print(tokenizer.decode(answers[0]), "...")
-print(f"\n{len(answers)} answers, {sum(map(len, answers))} tokens, written side by side in {passes} passes")
+print(f"\n{len(answers)} answers, {sum(map(len, answers))} tokens, "
+      f"written side by side in {passes} passes")
 
 # %% [markdown]
 # ## Leaving early
@@ -74,14 +75,16 @@ def teachers_of(model, prompts, texts):
 
 def alpha_of(teachers, sublayers):
     """(alpha of a draft with these sub-layers, its standard error over the texts)"""
-    return mean([float(teacher.acceptance(sublayers)[places].mean()) for teacher, places in teachers])
+    return mean([float(teacher.acceptance(sublayers)[places].mean())
+                 for teacher, places in teachers])
 
 
 def exits(model, teachers):
     """[(c, alpha, its standard error)] of all exits."""
     costs = weight_costs(model.c)
     L = model.c.n_layers
-    return [(costs.step(early_exit(L, e)), *alpha_of(teachers, early_exit(L, e))) for e in range(1, L)]
+    drafts = [early_exit(L, e) for e in range(1, L)]
+    return [(costs.step(draft), *alpha_of(teachers, draft)) for draft in drafts]
 
 
 teachers = teachers_of(model, chat, answers)
@@ -90,25 +93,27 @@ first = next(e for e, (_, alpha, _) in enumerate(real, 1) if alpha >= 0.5)
 print(f"after {first} of {L} blocks; a token that they draft costs {real[first - 1][0]:.2f} passes")
 
 # %% [markdown]
-# A drafted token must gain more than it costs: alpha > c. Here are all exits of this model beside
-# those of `stories-llama`, which LayerSkip's recipe trained to be left early. The bands are two
-# standard errors wide on each side.
+# A drafted token must gain more than it costs: alpha > c. Here are all exits of this model,
+# compared with the exits of `stories-llama`, which LayerSkip's recipe trained to be left early. The
+# bands are two standard errors wide on each side.
 
 # %% tags=["gallery"] jupyter={"source_hidden": true}
 ours, words = checkpoint.load(ROOT / "weights" / "stories-llama", dtype=torch.float32)
-openings = [checkpoint.encode(words, line["prompt"], ours.c.bos) for line in read_prompts("stories")[:COUNT]]
+openings = [checkpoint.encode(words, line["prompt"], ours.c.bos)
+            for line in read_prompts("stories")[:COUNT]]
 stories, _ = generate(ours, openings, NEW, eos=ours.c.eos)
 trained = exits(ours, teachers_of(ours, openings, stories))
 figure, ((side,),) = plots.axes(1, 1, width=6.5, height=4)
-for points, name, hue, mark in ((trained, "stories-llama, trained to be left early", plots.HUES[0], "o"),
-                                (real, "SmolLM2-135M, not trained for it", plots.HUES[1], "s")):
+both = ((trained, "stories-llama, trained to be left early", plots.HUES[0], "o"),
+        (real, "SmolLM2-135M, not trained for it", plots.HUES[1], "s"))
+for points, name, hue, mark in both:
     c, alpha, error = (torch.tensor(column) for column in zip(*points, strict=True))
     side.plot(c, alpha, marker=mark, ms=4, color=hue, label=name)
     side.fill_between(c, alpha - 2 * error, alpha + 2 * error, color=hue, alpha=0.2, lw=0)
 side.plot([0, 1], [0, 1], "--", color=plots.HUES[-1], lw=1)
 side.text(0.46, 0.49, "above this line a draft pays", color=plots.HUES[-1], rotation=33)
-side.set(xlabel="c, cost of a drafted token by weights", ylabel="alpha", xlim=(0, 1.02), ylim=(0, 1.02),
-         title="every exit of both models")
+side.set(xlabel="c, cost of a drafted token by weights", ylabel="alpha", xlim=(0, 1.02),
+         ylim=(0, 1.02), title="every exit of both models")
 side.legend(frameon=False, loc="upper left", fontsize=9)
 assert all(alpha + 2 * error < c for c, alpha, error in real)
 assert all(alpha > c for c, alpha, _ in trained[: ours.c.n_layers // 2])
@@ -116,12 +121,13 @@ figure
 
 # %% [markdown]
 # SmolLM2 lies below the line everywhere. In its first blocks it computes something that the output
-# head cannot read yet, and nothing in its training asked for states that it can read. LayerSkip's
-# recipe shows each exit the labels, so that the head can read what the blocks below it know.
+# head cannot read yet, and nothing in its training asked for states that the head can read.
+# LayerSkip's recipe asks each exit for the right token, so that the head can read what the blocks
+# below it know.
 #
-# Half an hour of that recipe on two processor cores taught exit 4 of SmolLM2 some of it, less than
-# EAGLE learns from as much text, and it changes the model. (The figures and the command are in
-# [BENCHMARKS](../lab/BENCHMARKS.md#a-real-model).)
+# From half an hour of that recipe on two processor cores, exit 4 of SmolLM2 learnt some of this,
+# but less than EAGLE learns from as much text. And the recipe changes the model. (The figures and
+# the command are in [the lab book](../lab/BOOK.md#a-real-model).)
 #
 # ## Skipping layers
 #
@@ -139,7 +145,8 @@ figure, ((side,),) = plots.axes(1, 1, width=9, height=3)
 for kind, name, hue in ((0, "attention", plots.HUES[0]), (1, "MLP", plots.HUES[1])):
     at = [1 + i // 2 + 0.4 * kind - 0.2 for i in every[kind::2]]
     side.bar(at, alone[kind::2], 0.4, color=hue, label=name)
-side.set(xlabel="block", ylabel="alpha", ylim=(0, 1.2), title="alpha when one sub-layer is left out")
+side.set(xlabel="block", ylabel="alpha", ylim=(0, 1.2),
+         title="alpha when one sub-layer is left out")
 side.set_xticks([1, *range(5, L + 1, 5)])
 side.set_yticks([0, 0.5, 1])
 side.legend(frameon=False, ncols=2, loc="upper right")
@@ -165,7 +172,8 @@ for count in (1, 2, 4, 8, 12, 16, 24):
 assert max(row) < 1.02
 limit = expected_speedup(1.0, 1, 0.9), expected_speedup(1.0, 16, 0.9), 1 / 0.9
 once, often, never = limit
-print(f"c 0.9 and always right: {once:.2f} with gamma 1, {often:.2f} with gamma 16, at most {never:.2f}")
+print(f"c 0.9 and always right: {once:.2f} with gamma 1, {often:.2f} with gamma 16, "
+      f"at most {never:.2f}")
 
 # %% [markdown]
 # None of these sets gains even two per cent. (The ± is the standard error of two answers, which is
@@ -188,7 +196,8 @@ for count in (1, 2, 4, 8, 16):
     alpha, error = alpha_of(scoring, left)
     c = costs.step(left)
     most = max(expected_speedup(alpha, gamma, c) for gamma in range(1, 17))
-    print(f"{count:2} of {L} blocks left out: alpha {alpha:.2f} ± {error:.2f}, c {c:.2f}, at best {most:.2f}")
+    print(f"{count:2} of {L} blocks left out: alpha {alpha:.2f} ± {error:.2f}, c {c:.2f}, "
+          f"at best {most:.2f}")
     assert most < 1.03
 
 # %% [markdown]
@@ -222,7 +231,8 @@ twins = {kind: quantise(half, kind, head=kind, rounds=True) for kind in ("int8",
 by_bytes = {kind: byte_costs(twin).whole / byte_costs(half).whole for kind, twin in twins.items()}
 for kind, cost in by_bytes.items():
     most = {gamma: expected_speedup(1.0, gamma, cost) for gamma in (1, 3, 8)}
-    assert all(abs(1 / (cost + (1 - cost) / (gamma + 1)) - gain) < 1e-9 for gamma, gain in most.items())
+    for gamma, gain in most.items():
+        assert abs(1 / (cost + (1 - cost) / (gamma + 1)) - gain) < 1e-9
     listed = ", ".join(f"{gain:.2f} with {gamma}" for gamma, gain in most.items())
     print(f"{kind}: c {cost:.3f}; at most {listed}; {1 / cost:.2f} with an endless draft")
 assert 0.3 < by_bytes["int4"] < 0.34, "about a third of a pass"
@@ -233,7 +243,7 @@ assert 0.3 < by_bytes["int4"] < 0.34, "about a third of a pass"
 # **Predict:** alpha will not be quite 1. Which copy gains more: the one that is more often right,
 # or the one that reads less? And which of the drafts of 1, 3 and 8 tokens is best for it?
 
-# %%
+# %% jupyter={"source_hidden": true}
 import time
 
 from support.stats import Counts, Stopwatch
@@ -250,7 +260,8 @@ for ids in chat[:3]:
         for _, r in rounds(half, [ids], NEW, watch, eos=model.c.eos):
             happened[name].add(r)
         seconds[name] += time.perf_counter() - watch.now        # since the question was read
-steps = {name: counts.proposed / counts.turns for name, counts in happened.items()}    # the last draft is cut
+steps = {name: counts.proposed / counts.turns                   # the last draft is cut
+         for name, counts in happened.items()}
 gains = {}
 for kind, gamma in [*drafters][1:]:
     counts = happened[kind, gamma]
@@ -260,16 +271,16 @@ for kind, gamma in [*drafters][1:]:
 assert max(gains, key=gains.get)[0] == "int4"
 
 # %% [markdown]
-# By the clock a step of the copy costs more than its bytes: attention works with the same keys as
-# before, and each operation is launched as before. A block of tokens also costs more than one
-# token. We measure both, put them into the formula, and compare with the clock of the runs above.
+# By the clock a step of the copy costs more than its share of the bytes, because attention works
+# with the same keys as before, and each operation is launched as before. A block of tokens also
+# costs more than one token. We measure both, put them into the formula, and compare with the clock
+# of the runs above.
 
 # %% jupyter={"source_hidden": true}
 from functools import partial
 
-from kvcache import KVCache
+from kvcache import KVCache, prefill
 from model import Placement
-from kvcache import prefill
 from support.measure import interleave, measure_step
 
 n = len(chat[0])
@@ -301,10 +312,10 @@ for side, (kind, cost) in zip(sides, by_bytes.items(), strict=True):
     alpha = sum(happened[kind, gamma].hits for gamma in GAMMAS)
     alpha /= sum(happened[kind, gamma].drafted for gamma in GAMMAS)
     assert kind == "int8" or best_gamma(alpha, cost) in (3, 4, 5)
-    side.plot(lengths, [expected_speedup(1.0, gamma, cost) for gamma in lengths], "--", color=plots.HUES[-1],
-              label="by bytes, if always right")
-    side.plot(lengths, [expected_speedup(alpha, gamma, cost) for gamma in lengths], color=plots.HUES[0],
-              label=f"by bytes, alpha {alpha:.2f}")
+    side.plot(lengths, [expected_speedup(1.0, gamma, cost) for gamma in lengths], "--",
+              color=plots.HUES[-1], label="by bytes, if always right")
+    side.plot(lengths, [expected_speedup(alpha, gamma, cost) for gamma in lengths],
+              color=plots.HUES[0], label=f"by bytes, alpha {alpha:.2f}")
     side.plot(GAMMAS, [gains[kind, gamma] for gamma in GAMMAS], "o", color=plots.HUES[0],
               label="by bytes, tokens as counted")
     side.plot(GAMMAS, [clock[kind, gamma] for gamma in GAMMAS], "D", color=plots.HUES[1],
@@ -365,14 +376,14 @@ questions = {kind: prompts_of(kind) for kind in KINDS}
 
 
 def measure(drafter):
-    """{kind: (alpha, its standard error, tau)}, and for each place in a draft [tested, accepted]. The
-    prompts of a kind are one batch: acceptance does not depend on it, and it takes less time."""
+    """{kind: (alpha, its standard error, tau)}, and for each place in a draft [tested, accepted].
+    The prompts of a kind are one batch: that saves time, and does not change acceptance."""
     found = {}
     places = {}
     for kind in KINDS:
         total = Counts()
-        tested = torch.zeros(len(questions[kind]))              # per prompt: drafts that were tested
-        hits = torch.zeros(len(questions[kind]))                # and those whose first token was accepted
+        tested = torch.zeros(len(questions[kind]))              # per prompt: drafts tested
+        hits = torch.zeros(len(questions[kind]))                # those whose first token passed
         for _, r in rounds(model, questions[kind], NEW, drafter, eos=model.c.eos):
             total.add(r)
             tested += r.proposed.cpu() > 0
@@ -406,7 +417,7 @@ assert by_tau[0] == "chat" and by_tau[-2:] == ["translation", "code_edits"]
 # EAGLE-3's, arXiv 2503.01840; the first EAGLE, arXiv 2401.15077, reads the last state alone, as in
 # notebook 9.) It has few weights of its own. But then comes the output head.
 
-# %%
+# %% jupyter={"source_hidden": true}
 from methods import heads
 
 eagle = heads.load(MODEL / "heads" / "eagle", model)
@@ -438,8 +449,8 @@ display(HTML(plots.text_html(seen)))
 assert [t.id for t in seen.rows[0]] == answers[0], "the text of plain decoding"
 
 # %% [markdown]
-# The text is that of plain decoding, token for token. **Look** at the orange tokens: would you have
-# found them hard to guess as well?
+# Plain decoding writes the same text, token for token. **Look** at the orange tokens: would you
+# have guessed them?
 #
 # **Predict:** on which kind will this head be right most often, on which least? (Its short head was
 # chosen from English answers.)
@@ -461,8 +472,8 @@ for k, (name, found) in enumerate((("suffix decoding", copied), ("EAGLE", drafte
     sides[1].bar(at, tau, 0.4, color=plots.HUES[k])
 sides[0].axhline(c, color=plots.HUES[1], ls=":")
 sides[1].axhline(1, color=plots.HUES[-1], ls="--", lw=1)
-sides[0].set(ylabel="alpha, with two standard errors", ylim=(0, 1.2), yticks=[0, 0.25, 0.5, 0.75, 1],
-             title="dotted: EAGLE's c")
+sides[0].set(ylabel="alpha, with two standard errors", ylim=(0, 1.2),
+             yticks=[0, 0.25, 0.5, 0.75, 1], title="dotted: EAGLE's c")
 sides[1].set(ylabel="tau", title="dashed: plain decoding")
 sides[0].legend(frameon=False, loc="upper left", ncols=2, fontsize=9)
 for side in sides:
@@ -494,7 +505,8 @@ PAIR = ROOT / "notebooks" / "pair.json"
 
 def pair_table(pair):
     """What `lab.bench real` stored, as a table: a smaller model drafts three tokens, greedily."""
-    titles = "alpha", "c by bytes", "c", "tokens per pass", "by the formula", "measured", "in int4", "auto"
+    titles = ("alpha", "c by bytes", "c", "tokens per pass", "by the formula", "measured",
+              "in int4", "auto")
     lines = [f"| | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|"]
     for title, ways in pair["results"].items():
         kind, temperature = title.split(", T ")
@@ -504,9 +516,11 @@ def pair_table(pair):
             row = r["tested"], r["bytes"], r["c"], r["tau"], r["predicted"], r["ratio"], *others
             lines.append(f"| {kind} | {' | '.join(f'{figure:.2f}' for figure in row)} |")
     flags = pair["flags"]
-    command = f"python -m lab.bench real --model {flags['model']} --draft-model {flags['draft_model']}"
+    command = f"python -m lab.bench real --model {flags['model']}"
+    command += f" --draft-model {flags['draft_model']}"
     command += " --fast" * flags["fast"]
-    return "\n".join([*lines, "", f"`{command}`, {pair['machine']}, {flags['dtype']}, {pair['date']}"])
+    made = f"`{command}`, {pair['machine']}, {flags['dtype']}, {pair['date']}"
+    return "\n".join([*lines, "", made])
 
 
 stored = json.loads(PAIR.read_text(encoding="utf-8")) if PAIR.is_file() else None
@@ -531,17 +545,20 @@ for block in (1.0, 1.2, 1.6, 2.0):
         return block if T > 1 else 1.0
 
     best = {kind: best_gamma(alpha, c, pass_cost=cost) for kind, (alpha, *_) in drafted.items()}
-    print(f"block {block}:", ", ".join(
-        f"{kind} {expected_speedup(drafted[kind][0], gamma, c, cost(gamma + 1)):.2f} (gamma {gamma})"
-        for kind, gamma in best.items()))
+    listed = []
+    for kind, gamma in best.items():
+        gain = expected_speedup(drafted[kind][0], gamma, c, cost(gamma + 1))
+        listed.append(f"{kind} {gain:.2f} (gamma {gamma})")
+    print(f"block {block}:", ", ".join(listed))
 assert GAMMA != 2 or [kind for kind, gamma in best.items() if gamma] == ["code_edits"]
 
 # %% [markdown]
-# At twice the cost hardly any: only code edits, by little, and there the formula is optimistic
-# (question 4). Where nothing brings more than 1.00, `best_gamma` returns 0: draft nothing.
-# `generate.py --draft auto` decides this while it writes. It weighs copies, this head and the model
-# in four bits before every draft, and stops where nothing pays ([notebook 11](11_pace.ipynb)).
-# [BENCHMARKS](../lab/BENCHMARKS.md#a-real-model) has what all this brings by the clock.
+# At twice the cost hardly any do. Only code edits gain, by little, and there the formula is
+# optimistic (question 4). Where nothing brings more than 1.00, `best_gamma` returns 0: draft
+# nothing. `generate.py --draft auto` decides this while it writes. It weighs copies, this head and
+# the model in four bits before every draft, and stops where nothing pays ([notebook
+# 11](11_pace.ipynb)). [BENCHMARKS](../lab/BENCHMARKS.md#a-real-model) shows what all this brings by
+# the clock.
 #
 # ## Questions
 #
@@ -584,7 +601,8 @@ print({alpha: round(expected_speedup(alpha, 1, 0.0, 1.2), 3) for alpha in (0.19,
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 rare = [t for t in seen.rows[0] if t.id not in vocab]
-assert rare and all(t.origin != "accepted" for t in rare) and 11 < model.c.vocab_size / len(vocab) < 13
+assert rare and all(t.origin != "accepted" for t in rare)
+assert 11 < model.c.vocab_size / len(vocab) < 13
 print(len(rare), "of", len(seen.rows[0]), "tokens were never drafted:", [t.text for t in rare])
 
 # %% [markdown]
@@ -615,7 +633,8 @@ for kind, (alpha, _, tau) in drafted.items():
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 assert expected_speedup(1.0, 3, 1.0) == 1 and round(expected_speedup(1.0, 3, 0.5), 2) == 1.6
 for alpha in (0.5, 0.9, 1.0):
-    print(f"c 0.5, gamma 3, alpha {alpha}: {expected_speedup(alpha, 3, 0.5):.2f} times plain decoding")
+    gain = expected_speedup(alpha, 3, 0.5)
+    print(f"c 0.5, gamma 3, alpha {alpha}: {gain:.2f} times plain decoding")
 
 # %% [markdown]
 # More ideas, rebuilt small, with their results: [the lab](../lab/notebooks/beyond.ipynb).

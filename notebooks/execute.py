@@ -1,5 +1,5 @@
-"""Runs the notebooks: each NN_name.py becomes NN_name.ipynb with all of its outputs, and the picture
-of the cell that is tagged "gallery" becomes NN_name.png.
+"""Runs the notebooks: each NN_name.py becomes NN_name.ipynb with all of its outputs, and the
+picture of the cell that is tagged "gallery" becomes NN_name.png.
 
     python notebooks/execute.py [01 04 ...]
 
@@ -22,13 +22,13 @@ LIMIT = 600  # seconds for a cell, on a machine that is busy
 
 
 def sources(*names):
-    """The notebooks, here and in the lab, whose names begin with one of `names`; without names, all."""
+    """The notebooks, also the lab's, whose names begin with one of `names`. No names: all."""
     files = [*HERE.glob("[0-9][0-9]_*.py"), HERE.parent / "lab/notebooks/beyond.py"]
     return [p for p in sorted(files) if p.name.startswith(names or "")]
 
 
 def smaller(png):
-    """A picture in base64 with at most 128 colours: enough for a chart, in a quarter of the bytes."""
+    """A picture in base64 with at most 128 colours, which is enough for a chart."""
     image = Image.open(io.BytesIO(base64.b64decode(png)))
     out = io.BytesIO()
     image = image.convert("RGB").quantize(128, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)

@@ -12,5 +12,6 @@ places = [FETCHED, *opened.parents, Path.cwd(), *Path.cwd().parents]
 starts = [place / "notebooks" / "start.py" for place in places]
 starts = [start for start in starts if start.is_file()]
 if not starts:
-    sys.exit("The repository is not here: open this notebook in a clone of it, or set REPOSITORY above.")
+    sys.exit("The repository is not here: open this notebook in a clone of it, "
+             "or set REPOSITORY above.")
 get_ipython().run_line_magic("run", f'"{starts[0]}"')

@@ -41,7 +41,7 @@ def every_path(run):
         paths.append((coins.steps, outcome))
         taken = [k for *_, k in coins.steps]
         while taken and taken[-1] == len(coins.steps[len(taken) - 1][0]) - 1:
-            taken.pop()                                         # every option of this decision is done
+            taken.pop()                                         # this decision is done
         decisions = taken[:-1] + [taken[-1] + 1] if taken else None
     return paths
 

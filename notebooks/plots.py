@@ -12,7 +12,7 @@ from speculative import rounds
 from support.show import SIGNS, STYLES, Generation, origins
 from support.stats import Timed
 
-# hues that the colour-blind tell from one another (Okabe & Ito 2008)
+# hues that colour-blind readers can tell apart (Okabe & Ito 2008)
 HUES = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#808080"
 # where there are more things to tell apart
 MORE = "#f0e442", "#8c564b", "#b0b000", "#6a3d9a", "#17becf"
@@ -49,8 +49,8 @@ def word(tokenizer, token):
 
 
 def draw_updates(lengths, updates):
-    """Notebook 1. lengths (2L + 1): of the stream after each sub-layer. updates (2L): their lengths
-    relative to the stream that they are added to."""
+    """Notebook 1. lengths (2L + 1) holds the stream's length after each sub-layer, updates (2L) the
+    length of each update, relative to the stream that it is added to."""
     figure, ((left, right),) = axes(1, 2)
     curves(left, range(len(lengths)), {"x": lengths}, xlabel="sub-layers applied",
            ylabel="mean length of x", ylim=(0, None))
@@ -63,7 +63,7 @@ def draw_updates(lengths, updates):
 
 
 def draw_rotation(freqs, count=64):
-    """Notebook 1. freqs (D/2): the angle per position of each pair."""
+    """Notebook 1. freqs (D/2) holds the angle by which each pair turns per position."""
     at = torch.arange(count)
     figure, ((left, right),) = axes(1, 2)
     cosines = (at[None] * freqs[:, None]).cos()
@@ -82,8 +82,8 @@ def draw_rotation(freqs, count=64):
 
 
 def draw_maps(maps, names, circles):
-    """Notebook 1. maps {title: (T, T)}; names: of the T tokens; circles (T, T): marked on the
-    last map."""
+    """Notebook 1. Attention maps {title: (T, T)} over T tokens with these names. circles (T, T)
+    marks cells of the last map."""
     figure, (sides,) = axes(1, len(maps), width=3.5, height=4.2)
     for side, (title, weights) in zip(sides, maps.items(), strict=True):
         side.imshow(weights, cmap="Blues", vmin=0, vmax=1)
@@ -98,8 +98,9 @@ def draw_maps(maps, names, circles):
 
 
 def draw_lens(said, sure, depths, after, tokenizer):
-    """Notebook 1. said, sure (depths, T): the most likely token at each depth, and its probability.
-    after: the names of the T tokens read. Bold: the same token as at the last depth."""
+    """Notebook 1. said and sure (depths, T) hold the most likely token at each depth and its
+    probability, `after` the names of the T tokens read. Where the last depth says the same token,
+    it is bold."""
     figure, ((side,),) = axes(1, 1, width=10, height=0.8 + 0.32 * len(said))
     side.imshow(sure, origin="lower", aspect="auto", cmap="Blues", vmin=0, vmax=2)
     for y, row in enumerate(said.tolist()):
@@ -115,7 +116,7 @@ def draw_lens(said, sure, depths, after, tokenizer):
 
 
 def draw_losses(losses, uniform):
-    """Notebook 1. {name: loss}; uniform: the loss of a model that knows nothing."""
+    """Notebook 1. losses {name: loss}; uniform is the loss of a model that knows nothing."""
     figure, ((side,),) = axes(1, 1, width=8, height=3.4)
     order = sorted(losses, key=losses.get)
     shown = side.barh(order, [losses[name] for name in order],
@@ -134,7 +135,7 @@ FILL = {"known": ("#0072b240", None), "new": ("#009e7360", None), "dead": ("#808
 
 
 def draw_slots(rows, size=12):
-    """Notebook 2. rows: (label, [(text, kind), ...]), from the top; a kind is a key of FILL."""
+    """Notebook 2. Rows (label, [(text, kind), ...]) from top to bottom. A kind is a key of FILL."""
     figure, ((side,),) = axes(1, 1, width=10, height=0.62 * len(rows) + 0.3)
     for y, (label, slots) in enumerate(rows):
         for x, (text, kind) in enumerate(slots + [("", "empty")] * (size - len(slots))):
@@ -150,7 +151,7 @@ def draw_slots(rows, size=12):
 
 
 def draw_masks(cases):
-    """Notebook 2. {title: mask (1, T, S)}: black where a token sees a slot."""
+    """Notebook 2. Masks {title: (1, T, S)}, black where a token sees a slot."""
     figure, (sides,) = axes(1, len(cases), width=3.6, height=2.3)
     for side, (name, mask) in zip(sides, cases.items(), strict=True):
         slots = mask.shape[2]
@@ -165,7 +166,7 @@ def draw_masks(cases):
 
 
 def draw_line(names, pieces, marks):
-    """Notebook 3. pieces: the probability of each name, laid side by side; marks {u: label}."""
+    """Notebook 3. The names' probabilities, `pieces`, side by side; marks {u: label} point at u."""
     figure, ((side,),) = axes(1, 1, width=10, height=1.9)
     left = 0.0
     for name, piece, hue in zip(names, pieces, (*HUES, *MORE), strict=False):
@@ -181,8 +182,8 @@ def draw_line(names, pieces, marks):
 
 
 def draw_outcomes(paths, name):
-    """Notebook 4. The tree of outcomes: paths as in `outcomes.every_path`, each with a text (a
-    tuple of tokens) at its end; name(token). Equal texts have the same hue."""
+    """Notebook 4. The tree of outcomes. Its paths come from `outcomes.every_path`, and each ends in
+    a text, a tuple of tokens; name(token) names one. Equal texts have the same hue."""
     figure, ((side,),) = axes(1, 1, width=10, height=0.55 * len(paths) + 0.9)
     ends = list(dict.fromkeys(text for _, text in paths))
     depth = max(len(steps) for steps, _ in paths)
@@ -218,7 +219,7 @@ def draw_outcomes(paths, name):
 
 
 def draw_texts(laws, names):
-    """Notebook 4. laws {name: {text: probability}}; names {text: its label}, in this order."""
+    """Notebook 4. laws {name: {text: probability}}, in the order of names {text: its label}."""
     figure, ((side,),) = axes(1, 1, width=10, height=3.6)
     for i, (law, hue) in enumerate(zip(laws, (HUES[7], HUES[0], HUES[1], HUES[4]), strict=False)):
         chances = [laws[law].get(t, 0) for t in names]
@@ -230,8 +231,8 @@ def draw_texts(laws, names):
 
 
 def draw_sublayers(drafts, shared, count):
-    """Notebook 6. drafts {name: sub-layers}; shared {name: how many are shared with the check};
-    count: 2L."""
+    """Notebook 6. drafts {name: sub-layers}, out of `count` = 2L. shared {name: how many of
+    them the check need not repeat}."""
     figure, ((side,),) = axes(1, 1, width=10, height=2.6)
     for y, (name, subs) in enumerate(drafts.items()):
         for i in range(count):
@@ -250,8 +251,8 @@ def draw_sublayers(drafts, shared, count):
 
 
 def draw_traces(traces):
-    """Notebook 6. traces {title: (drafted, accepted, estimate of alpha, c)}, with a value per
-    round; c is one number."""
+    """Notebook 6. traces {title: (drafted, accepted, estimate of alpha, c)}. The first three hold
+    a value per round, and c is one number."""
     figure, sides = axes(len(traces), 2, width=5, height=2.2)
     for (left, right), (title, trace) in zip(sides, traces.items(), strict=True):
         drafted, accepted, mean, c = trace
@@ -270,8 +271,8 @@ def draw_traces(traces):
 
 
 def draw_choices(side, prompts, kinds, hues):
-    """What was chosen along a stream. prompts: [{way: rounds} of each]; kinds: what each prompt is;
-    hues: {way: its colour}."""
+    """What was chosen along a stream of prompts. Each prompt has {way: rounds} in `prompts` and its
+    kind in `kinds`; each way has its colour in `hues`."""
     below = [0.0] * len(prompts)
     for way, hue in hues.items():
         part = [rounds.get(way, 0) / max(1, sum(rounds.values())) for rounds in prompts]
@@ -402,8 +403,8 @@ def draw_tree(side, parents, words):
 
 
 def tree_and_mask(parents, mask, names):
-    """A drafted tree, and the mask (K+1, K+1) of its block. names: of node 0 and of each drafted
-    token."""
+    """A drafted tree and the mask (K+1, K+1) of its block. Node 0 and each drafted token have a
+    name."""
     figure, ((left, right),) = axes(1, 2, width=5.4)
     draw_tree(left, parents, names)
     left.set_title("the draft; blue, orange, green: first, second, third child", fontsize=10)
@@ -415,9 +416,9 @@ def tree_and_mask(parents, mask, names):
 
 
 def draw_reading(side, head, L):
-    """Notebook 9. What a trained head reads (squares), what it runs of the model (orange) and of
-    its own (green), and which token it predicts (arrows). A column is a token, a row a height in the
-    model; D, the last known token, is column 1. `explain_reading` has the legend."""
+    """Notebook 9. What a trained head reads (squares), what it runs of the model (orange) and
+    of its own (green), and which token it predicts (arrows). A column is a token, a row a height
+    in the model; D, the last known token, is column 1. `explain_reading` has the legend."""
     exits = "exit_layer" in head.shape
     top = head.taps[-1] // 2 + 1                                # how high it reads
     ground = top if exits else 0                                # where its own module stands

@@ -1,5 +1,6 @@
-"""What every notebook begins with, after `find.py` has found the repository. It checks the packages,
-makes the pictures sharp, and imports what every notebook uses: torch, checkpoint, plots."""
+"""What every notebook begins with, after `find.py` has found the repository. It checks the
+packages, makes the pictures sharp, and imports what every notebook uses: torch, checkpoint, plots.
+"""
 import importlib.util
 import sys
 from pathlib import Path

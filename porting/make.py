@@ -1,8 +1,8 @@
 """Answers the cases of traces/ again with the library, and records what wrong ports answer instead.
 
-    python porting/make.py core        traces/, without the next ones
-    python porting/make.py stories     traces/stories/: the cases on weights/stories-llama
-    python porting/make.py engine      engine.json
+    python -m porting.make core        traces/, without the next ones
+    python -m porting.make stories     traces/stories/: the cases on weights/stories-llama
+    python -m porting.make engine      engine.json
 
 The cases themselves (cases.jsonl) and the two small models that they run on are data, which were
 drawn at random once. A case whose closest decision is within MARGIN of going the other way is an
@@ -16,14 +16,12 @@ from pathlib import Path
 
 import torch
 
+from checkpoint import read_tokenizer
+from porting import check, engine, library_engine
+from porting.library_port import Close, Watch, answer, tree_margin
+from porting.wrong_ports import ENGINES, MISTAKES, answers, wrong_engine, wrong_port
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from checkpoint import read_tokenizer  # noqa: E402
-from porting import check, engine, library_engine  # noqa: E402
-from porting.library_port import Close, Watch, answer, tree_margin  # noqa: E402
-from porting.wrong_ports import ENGINES, MISTAKES, answers, wrong_engine, wrong_port  # noqa: E402
-
 MARGIN = 1e-4
 ENGINE_MARGIN = 1e-3
 MAY_FAIL = {"verification.py": ["token", "block"], "methods/trees.py": ["tree"],

@@ -1,7 +1,7 @@
-"""A message -> the prompt a chat model was trained on: the checkpoint's own template, in a sandbox.
+"""From a message to the prompt a chat model was trained on, by the checkpoint's own template.
 
-A template is a Jinja program. It gets what `apply_chat_template` of transformers would give it, so
-both render the same text.
+A template is a Jinja program, which runs in a sandbox. It gets what `apply_chat_template`
+of transformers would give it, so both render the same text.
 """
 import json
 from datetime import datetime

@@ -26,8 +26,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def skip_set(text):
-    """(attn, mlp, gamma): the blocks whose attention or MLP is skipped, and how far to draft, None
-    if that is left open. text: "a3,m4", which skips attention 3 and MLP 4, or a file of
+    """The blocks whose attention is skipped, those whose MLP is skipped, and how far to draft (None
+    if that is left open). text: "a3,m4", which skips attention 3 and MLP 4, or a file of
     search.py."""
     names = [name.strip() for name in str(text).split(",")]
     if all(re.fullmatch(r"[am][0-9]{1,6}", name) for name in names):
@@ -49,8 +49,8 @@ def read_skip(text, n_layers):
 
 
 def read_beside(path, read, *args):
-    """read(path, *args) of a file beside the weights. None if there is no such file, or if it
-    cannot be used: a stray file beside the weights must not end a run."""
+    """read(path, *args) of a file that may lie beside the weights. It is None if there is no such
+    file or if it cannot be used, because a stray file must not end a run."""
     try:
         return read(path, *args) if path.is_file() else None
     except (ValueError, OSError) as e:
@@ -98,7 +98,7 @@ def main(run, argv):
 
 
 def name_of(run):
-    """The name of a command as it is typed: that of the file of `run`, or of a package's folders."""
+    """The name of a command as it is typed, from the file of `run` or a package's folders."""
     path = Path(run.__code__.co_filename)
     if path.name == "__main__.py":
         return f"{path.parts[-3]}.{path.parts[-2]}"

@@ -53,7 +53,8 @@ def find(tree, scope):
     node = tree
     for part in filter(None, scope.split(".")):
         kinds = ast.FunctionDef, ast.ClassDef
-        node = next((n for n in reversed(node.body) if isinstance(n, kinds) and n.name == part), None)
+        inside = (n for n in reversed(node.body) if isinstance(n, kinds) and n.name == part)
+        node = next(inside, None)
         if node is None:
             raise Stale(f"there is no {scope}")
     return node
@@ -62,8 +63,9 @@ def find(tree, scope):
 def bare(node):
     """The code of a function, class or file as `ast.unparse` writes it, without docstrings."""
     tree = ast.parse(ast.unparse(node))
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef
     for n in ast.walk(tree):
-        if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(n) is not None:
+        if isinstance(n, documented) and ast.get_docstring(n) is not None:
             n.body = n.body[1:] or [ast.Pass()]
     return ast.unparse(tree)
 

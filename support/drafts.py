@@ -69,7 +69,7 @@ class Target(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """What a run asks of a source: a kind of draft, which is a key of SOURCES, and its length."""
+    """What a run asks of a source. `kind` is a key of SOURCES, and gamma is the longest draft."""
     how: How
     target: Target
     kind: str
@@ -138,7 +138,7 @@ def skip(ask):
     return plan
 
 
-def small_model(ask):
+def other_model(ask):
     quant = ask.how.draft_quant
     other = ask.short(load_small(ask.how.draft, ask.target, quant))
     where = "" if quant is None else f" in {quant}"
@@ -305,7 +305,7 @@ NAMED = {
 NAMED |= dict.fromkeys(KINDS, Source(itself_quantised, 3, ("skip", "draft_vocab", "rule")))
 NAMED |= dict.fromkeys(heads.KINDS, Source(trained, 3, ("tree", "rule")))
 SOURCES = NAMED | {     # what a path can name
-    "model": Source(small_model, 3, ("draft_vocab", "draft_quant", "rule")),
+    "model": Source(other_model, 3, ("draft_vocab", "draft_quant", "rule")),
     "heads": Source(trained, 3, ("tree", "rule")),
     "file": Source(from_a_file, 3, ("rule",)),
 }

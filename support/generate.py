@@ -1,6 +1,7 @@
-"""The command behind generate.py: it reads the flags, loads the model, writes the texts and shows them.
+"""The command behind generate.py. It reads the flags, loads the model, writes the texts and shows
+them.
 
-It only consumes what `speculative.rounds` yields.
+The one thing to remember: it only consumes what `speculative.rounds` yields.
 """
 import json
 import sys
@@ -66,7 +67,7 @@ class Options:
     json: bool
 
 
-def flags():
+def parser():
     p = cli.Parser(description="Self-speculative decoding of Llama, Gemma-2 and Qwen.",
                    allow_abbrev=False)
     add = p.add_argument_group("text").add_argument
@@ -111,7 +112,7 @@ def flags():
 def parse(argv):
     """The Options. Raises ValueError, in one line, for flags that are wrong or do not go
     together."""
-    a = flags().parse_args(argv)
+    a = parser().parse_args(argv)
     check(a)
     given = dict(vars(a))
     for name in ("prompt_file", "model", "picture", "page"):
@@ -150,7 +151,7 @@ def check(a):
 
 
 def texts_of(options):
-    """The texts to continue, each under what a message calls it: one, or the batch of
+    """The texts to continue, each under what a message calls it. There is one, or the batch of
     --prompt-file."""
     file = options.prompt_file
     if file is not None:
@@ -252,7 +253,7 @@ class Writer:
         return seen
 
 
-def load(options):
+def load_model(options):
     """(model, tokenizer), quantised, split and fused as the options say."""
     device = checkpoint.find_device(options.device)
     part = parallel.here()
@@ -276,7 +277,7 @@ def stood_in(model, options):
     return model
 
 
-def plan(options, model, tokenizer):
+def plan_of(options, model, tokenizer):
     """How the drafts are made, as a drafts.Plan."""
     # trap: measured costs differ between machines, and so would the random numbers a draft spends
     may_measure = options.fast or options.sampling.temperature == 0
@@ -290,12 +291,12 @@ def run(options):
     for path in filter(None, (options.picture, options.page)):
         check_writable(path)
     texts = texts_of(options)
-    model, tokenizer = load(options)
+    model, tokenizer = load_model(options)
     prompts = encoded(options, model.c, tokenizer, texts)
     check_prompts(model, prompts, options.max_new, list(texts))
     model = stood_in(model, options)
     writer = Writer(options, model, tokenizer, prompts)
-    planned = plan(options, model, tokenizer)
+    planned = plan_of(options, model, tokenizer)
     if options.fast:
         plainly = [None] if options.compare else []
         writer.rehearse(lambda: [planned.make(), *planned.parts(), *plainly])
@@ -313,7 +314,8 @@ def run(options):
             write_file(options.page, player.html(settings | asdict(options.sampling)))
     finally:    # a full disk does not cost the answer
         if options.compare:
-            judged = options.exact or options.sampling.temperature == 0     # sampled texts may differ
+            # sampled texts may differ
+            judged = options.exact or options.sampling.temperature == 0
             r |= report.against_plain(writer, planned, r["outputs"], judged)
         print(json.dumps(r) if options.json else report.summary(r, seen))
     different = r.get("first_divergence")

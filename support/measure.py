@@ -1,4 +1,4 @@
-"""What the parts of a pass cost on this machine: a stopwatch, and tables of costs in files.
+"""What the parts of a pass cost on this machine, as measured or as tables in files say.
 
 A table of costs decides how a text is drafted, never what it says. No two measurements are the
 same, and a run repeats round by round only with the same table. So a table is measured once per
@@ -28,13 +28,14 @@ from verification import verify
 
 WIDTHS = 1, 2, 3, 4, 5, 8, 9, 13, MOST + 1      # of the blocks that are measured
 SECONDS = 3.0       # for a measurement, as far as the number of repeats allows
+CONTEXT = 64        # tokens before the one whose cost is measured
 PASSES = 30         # one repeat of a measurement takes about as long as this many passes
 
 
 @torch.inference_mode()
 def interleave(actions, repeats):
-    """{name: median seconds} of actions that run in turn, A B A B, after one warm-up of each: a
-    machine that slows down slows all of them."""
+    """The median seconds of each action by name. The actions run in turn, A B A B, after one
+    warm-up of each, so that a machine that slows down slows all of them."""
     seconds = {name: [] for name in actions}
     for repeat in range(repeats + 1):
         for name, action in actions.items():
@@ -46,21 +47,21 @@ def interleave(actions, repeats):
     return {name: statistics.median(s) for name, s in seconds.items()}
 
 
-def measure_costs(model, context=64, repeats=50):
-    """Costs in seconds, for one token after `context` others. It measures the head; a drafted step
+def measure_costs(model, repeats=50):
+    """Costs in seconds, for one token after CONTEXT others. It measures the head; a drafted step
     without sub-layers; each sub-layer, scaled so that the parts add up to a plain round; whole
     rounds with drafts of 0 to 16 tokens; the extra cost of an attention after 16 times as many
     tokens; and how long it takes to choose a draft. A recorded model replays its passes and its
     head; only the parts are measured eagerly."""
-    far = 16 * context
+    far = 16 * CONTEXT
     unbounded = 2 * (model.c.n_layers > 1)      # an attention without a window, if there is one
     eager = model.bare()
     device = model.tok.device
     cache = KVCache(model.c, 1, far + MOST + 1, model.attention_dtype(), device)
-    text = torch.arange(context + MOST + 1, device=device)[None] % model.c.vocab_size
-    eager.run(eager.embed(text[:, :context]), Placement.span(0, context, device), cache)
-    tokens = text[:, context:]
-    here = Placement.span(context, context + 1, device)
+    text = torch.arange(CONTEXT + MOST + 1, device=device)[None] % model.c.vocab_size
+    eager.run(eager.embed(text[:, :CONTEXT]), Placement.span(0, CONTEXT, device), cache)
+    tokens = text[:, CONTEXT:]
+    here = Placement.span(CONTEXT, CONTEXT + 1, device)
     away = Placement.span(far, far + 1, device)
     x = model.embed(tokens[:, :1])
     coins = Coins()
@@ -69,15 +70,15 @@ def measure_costs(model, context=64, repeats=50):
         logits = model.unembed(model.run(model.embed(tokens[:, :1]), here, cache, []))
         return coins.choose(to_probs(logits, 1.0)), raw_probs(logits)
 
-    n = torch.tensor([context + 1], device=device)
-    known = text[0, : context + 1].tolist()
+    n = torch.tensor([CONTEXT + 1], device=device)
+    known = text[0, : CONTEXT + 1].tolist()
     slots = torch.arange(cache.k.shape[3], device=device)[None]
     written = slots % model.c.vocab_size
     state = State(written, n, [known], [far], cache, model, to_probs, coins, (), slots)
 
     def read(T):        # a round, which is then taken back
         r = one_round(state, Given(T - 1), verify)
-        del known[context + 1 :]
+        del known[CONTEXT + 1 :]
         state.n = n
         state.left = [far]
         return r.new, r.logits
@@ -103,8 +104,8 @@ def measure_costs(model, context=64, repeats=50):
         sublayers=tuple(scale * s for s in alone),
         head=times["head"],
         passes=tuple((T, times[T, ""] / plain) for T in WIDTHS),
-        slot=scale * max(0.0, times["far"] - times[unbounded]) / (far - context),
-        context=context,
+        slot=scale * max(0.0, times["far"] - times[unbounded]) / (far - CONTEXT),
+        context=CONTEXT,
         window=model.c.window,
         call=max(0.0, times["step"] - times["head"]))
     pace = Pace(model, costs=costs)
@@ -168,7 +169,7 @@ def priced(arm, measured):
 
 
 @torch.inference_mode()
-def measure_step(model, twin, context=64, repeats=20):
+def measure_step(model, twin, context=CONTEXT):
     """What a token takes in a model that drafts, the twin, relative to one in the model."""
     device = model.tok.device
     dtype = model.attention_dtype()
@@ -181,7 +182,7 @@ def measure_step(model, twin, context=64, repeats=20):
 
     steps = {"model": partial(step, model), "twin": partial(step, twin)}
     model.rehearse(lambda: [act() for act in steps.values()])
-    times = interleave(steps, repeats)
+    times = interleave(steps, 20)
     return times["twin"] / times["model"]
 
 
@@ -194,7 +195,7 @@ def read_costs(path, c):
     raw = read_json(Path(path))
     with guarded(f"{path}: not a table of costs for this model, as lab.bench costs --out writes "
                  "it"):
-        for key in ("unit", "flags", "machine", "torch"):   # which lab.bench adds
+        for key in ("unit", "flags", "machine", "torch", "date"):   # which lab.bench adds
             raw.pop(key, None)
         costs = Costs(**raw)
         ratios = [ratio for _, ratio in costs.passes]

@@ -1,8 +1,8 @@
-"""The reader's own drafter or rule: `--draft FILE.py:NAME`, `--rule FILE.py:NAME`.
+"""The reader's own drafter (`--draft FILE.py:NAME`) or rule (`--rule FILE.py:NAME`).
 
 Whatever goes wrong in that file becomes one line that names its line, as for all other bad input.
-That includes what the file returns, and what it may not change: of the `State`, a drafter writes to
-nothing but the cache's slots after the text.
+That includes wrong values that it returns and changes that it may not make. Of the `State`, a
+drafter writes to nothing but the cache's slots after the text.
 """
 import importlib.util
 import inspect
@@ -21,7 +21,7 @@ WATCHED = 8     # rounds in which the cache is compared: all of it is read twice
 
 
 def names_a_file(text):
-    """Whether --draft or --rule names an object of a file: FILE.py:NAME."""
+    """Whether --draft or --rule names an object of a file, as FILE.py:NAME does."""
     return str(text).rpartition(":")[0].endswith(".py")
 
 
@@ -135,7 +135,7 @@ class Called:
 
 
 class Checked(Called, Wrapper):
-    """Around a reader's drafter: it says in one line what is wrong with a draft, where the loop
+    """Around a reader's drafter. It says in one line what is wrong with a draft, where the loop
     would fail later, far from the cause. It cannot see whether q is what the tokens were drawn
     from."""
 
@@ -259,7 +259,7 @@ def in_words(value):
 
 
 class CheckedRule(Called, Rule):
-    """Around a reader's rule: it says in one line what is wrong with what the rule returns."""
+    """Around a reader's rule. It says in one line what is wrong with what the rule returns."""
 
     def __init__(self, text, rule):
         self.text = text
@@ -293,8 +293,9 @@ class CheckedRule(Called, Rule):
         if not isinstance(gammas, list):
             numbers = [gammas] * B
         if len(numbers) != B or not all(isinstance(gamma, int) for gamma in numbers):
-            raise ValueError(f"{self.where(self.inner.how_far)}: how_far must return a whole number, "
-                             f"or a list of one for each row (B = {B}), not {gammas!r}")
+            where = self.where(self.inner.how_far)
+            raise ValueError(f"{where}: how_far must return a whole number, or a list of"
+                             f" one for each row (B = {B}), not {gammas!r}")
         return parallel.agreed(gammas)
 
     def stops(self, k, logits, token):
@@ -302,8 +303,9 @@ class CheckedRule(Called, Rule):
             stops = self.inner.stop(k, logits, token)
         B = len(token)
         if not isinstance(stops, list) or [type(stop) for stop in stops] != [bool] * B:
-            raise ValueError(f"{self.where(self.inner.stop)}: stop must return a list of True or False "
-                             f"for each row (B = {B}), as `.tolist()` makes it, not {stops!r}")
+            where = self.where(self.inner.stop)
+            raise ValueError(f"{where}: stop must return a list of True or False for"
+                             f" each row (B = {B}), as `.tolist()` makes it, not {stops!r}")
         return parallel.agreed(stops)
 
     def learn(self, state, r):

@@ -1,4 +1,4 @@
-"""A run as one page to step through: `page.html` with the run in it, as data. It needs no
+"""A run as one page to step through. It is `page.html` with the run in it as data, and needs no
 network."""
 import json
 from itertools import takewhile

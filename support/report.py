@@ -1,4 +1,4 @@
-"""What generate.py reports about a run: the JSON that scripts read, and the lines after the text."""
+"""What generate.py reports about a run, as JSON for scripts or as the lines after the text."""
 import sys
 
 import torch
@@ -75,8 +75,8 @@ def against_plain(writer, plan, printed, judged):
 
 
 def summary(r, seen):
-    """The lines after the text: legend, counts, how it drafted, how fast it was, and the
-    verdict."""
+    """The lines after the text, which are the legend, the counts, how it drafted, how fast it was
+    and the verdict."""
     lines = [show.legend(show.colours(sys.stdout)), seen.summary(), r["how"], rates(r)]
     if r["own_settings"]:
         lines.append(f"this is greedy; the model's own settings: {r['own_settings']}")

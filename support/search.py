@@ -1,5 +1,4 @@
-"""The command line of search.py: flags, the log from which a stopped search goes on, and what it
-writes."""
+"""The command behind search.py, with the log from which a stopped search goes on."""
 import hashlib
 import json
 from functools import partial
@@ -56,8 +55,8 @@ def parse(argv):
 
 
 def header(a, model, tokenizer, documents, costs, space):
-    """The first line of the log: a hash of all that trials depend on, and the sub-layer of each
-    bit."""
+    """The first line of the log, with a hash of all that trials depend on, and the sub-layer of
+    each bit."""
     flags = a.tokens, a.temperature, a.top_p, a.draft_vocab, a.seed, a.dtype
     facts = *flags, model.c, tokenizer.to_str(), documents, costs, space
     h = hashlib.sha256(repr(facts).encode())
@@ -67,14 +66,15 @@ def header(a, model, tokenizer, documents, costs, space):
 
 
 def resume(path, header, keys):
-    """Prepare a log for appending: a `header` and lines of JSON objects with these keys. Returns
-    the objects that an earlier run wrote, except a last one that a kill cut off; none if the old
-    header differs. Raises ValueError for a damaged log, and for a folder that holds something
-    else."""
+    """Prepare a log for appending. It consists of a `header` and lines of JSON objects with these
+    keys. Returns the objects that an earlier run wrote, except a last one that a kill cut off. If
+    the old header differs, there are none. Raises ValueError for a damaged log, and for a folder
+    that holds something else."""
     text = read_text(path) if path.is_file() else ""
     found, *lines = map(parse_json, text.split("\n"))
     if isinstance(found, dict) and found.keys() == header.keys() and found != header:
-        note(path, "it has another model, text or flags; the search starts anew")
+        note(path, "this log belongs to a different model, text or set of flags; "
+                   "starting a new search")
     elif found != header and path.parent.exists() and any(path.parent.iterdir()):
         raise ValueError(f"{path.parent} is not empty, and no search made it: name another --out")
     if found != header:
@@ -88,8 +88,8 @@ def resume(path, header, keys):
     return lines
 
 
-def describe(space, entry):
-    """What generate.py --skip reads: the blocks whose attention or MLP is skipped, and the gain."""
+def skip_file(space, entry):
+    """What generate.py --skip reads, which blocks lose their attention or MLP, and the gain."""
     attn, mlp = skipped(space.n_layers, space.sublayers([int(b) for b in entry["bits"]]))
     gamma = entry["gamma"] if entry["speedup"] > 1 else 0
     return {"attn": attn, "mlp": mlp, "gamma": gamma, "alpha": entry["alpha"], "c": entry["c"],
@@ -122,7 +122,7 @@ def run(argv):
             log.flush()
             entries.append(entry)
     best = max(entries, key=lambda e: e["speedup"])
-    write_file(out / FOUND, json.dumps(describe(space, best)) + "\n")
+    write_file(out / FOUND, json.dumps(skip_file(space, best)) + "\n")
     print(f"{out / FOUND}: alpha {best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} "
           f"promises {best['speedup']:.2f} times plain decoding")
     if short:

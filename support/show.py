@@ -1,4 +1,4 @@
-"""A run for the eye: tokens coloured by where they came from, in a terminal or as a picture.
+"""A run for the eye, with tokens coloured by where they came from, in a terminal or as a picture.
 
 Everything here consumes what `speculative.rounds` yields; the loop does not know about it.
 """
@@ -27,9 +27,9 @@ SIGNS |= dict.fromkeys((*range(0xD800, 0xE000), 0xFFFE, 0xFFFF), "\ufffd")  # no
 
 
 def origins(r, b=0):
-    """Where each of r.new[b] came from, as keys of STYLES: accepted drafts, then the correction of
-    a rejected one, the bonus after a draft that was accepted whole or, if nothing was drafted, a
-    plain token."""
+    """Where each of r.new[b] came from, as keys of STYLES. Accepted drafts come first. The last
+    token is the correction of a rejected one, the bonus after a draft that was accepted whole or,
+    if nothing was drafted, a plain token."""
     accepted = int(r.accepted[b])
     proposed = int(r.proposed[b])
     last = "correction"
@@ -59,14 +59,14 @@ def paint(pieces, colour=True):
 
 
 def legend(colour=True):
-    """One line for the terminal, empty without colours: then there is nothing to explain."""
+    """One line for the terminal. It is empty without colours, which leave nothing to explain."""
     if not colour:
         return ""
     return "  ".join(paint([(name, origin)]) for origin, (*_, name) in STYLES.items())
 
 
 class Stream:
-    """Token ids in, text out: each piece of text as soon as its characters are complete. Part of a
+    """Turns token ids into text, each piece as soon as its characters are complete. Part of a
     character decodes to U+FFFD, which is held back while it is at the end of the text."""
 
     def __init__(self, tokenizer, ids):
@@ -78,8 +78,8 @@ class Stream:
         self.shown = len(self.text)
 
     def push(self, token):
-        """The text that this token completes: its own, with bytes of earlier tokens, or nothing
-        yet."""
+        """The text that this token completes, which may include bytes of earlier tokens, or be
+        nothing yet."""
         self.ids.append(token)
         # trap: decoded alone, a token can lose its leading space
         return self.read(self.decode(self.ids).rstrip("\ufffd"))
@@ -95,8 +95,8 @@ class Stream:
 
 
 def spelt_out(tokenizer, ids):
-    """Whether a prompt whose text ends with U+FFFD holds that character: part of another one would
-    not be encoded so again."""
+    """Whether a prompt whose text ends with U+FFFD holds that very character. Part of another one
+    would not be encoded in this way again."""
     whole = tokenizer.decode(ids, skip_special_tokens=False)
     return tokenizer.encode(whole, add_special_tokens=False).ids[-1:] == ids[-1:]
 
@@ -111,7 +111,7 @@ class Token:
 
 
 class Generation:
-    """A run as text: `prompts` (texts), `rows` (the `Token`s after each of them) and `counts`.
+    """A run as text, with `prompts` (texts), `rows` (the `Token`s after each of them) and `counts`.
 
     prompts: lists of ids, as for `rounds`. timed: the run's `Timed` drafter, which knows where the
     time went.
@@ -141,7 +141,7 @@ class Generation:
                 self.unseen[b].append((text, origin))
 
     def close(self):
-        """After the last round: an incomplete character is shown as U+FFFD."""
+        """Call it after the last round. An incomplete character is shown as U+FFFD."""
         for row, stream, unseen in zip(self.rows, self.streams, self.unseen, strict=True):
             rest = stream.rest()
             if row and rest:
@@ -156,7 +156,7 @@ class Generation:
         return paint(pieces, colour)
 
     def summary(self):
-        """Up to three lines: counts, and where the time went."""
+        """Up to three lines about the counts and where the time went."""
         n = self.counts
         line = f"{n.tokens} token{'s' * (n.tokens != 1)} in {n.passes} pass{'es' * (n.passes != 1)}"
         if len(self.rows) > 1:
@@ -173,24 +173,29 @@ class Generation:
         return "\n".join(lines)
 
 
-def picture(generation, path, columns=72, wide=8, pitch=27, margin=20):
-    """Draw the first text as an SVG file: a box per token, in lines of at most `columns`
-    characters."""
+COLUMNS = 72    # characters of a line of the picture
+WIDE = 8        # pixels of a character
+PITCH = 27      # pixels from line to line
+MARGIN = 20
+
+
+def picture(generation, path):
+    """Draw the first text as an SVG file, with a box per token."""
     row = generation.rows[0]
     words = re.findall(r"\s*\S+", generation.prompts[0])
     pieces = [(word, None) for word in words] + [(t.text, t.origin) for t in row]
-    boxes, last = laid_out(pieces, columns)
+    boxes, last = laid_out(pieces, COLUMNS)
     boxes.append((last + 2, 0, generation.summary().split("\n")[0], None))
     boxes += legend_boxes(row)
-    width = columns * wide + 2 * margin
-    height = pitch * (last + 3) + 2 * margin
+    width = COLUMNS * WIDE + 2 * MARGIN
+    height = PITCH * (last + 3) + 2 * MARGIN
     drawn = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
              'font-size="13" font-family="monospace"><rect width="100%" height="100%" '
              'fill="white"/>']
     for line, column, text, origin in boxes:
-        x = margin + wide * column
-        y = margin + pitch * line
-        w = wide * len(text)
+        x = MARGIN + WIDE * column
+        y = MARGIN + PITCH * line
+        w = WIDE * len(text)
         if origin:
             drawn += underlined(x, y, w, origin)
         ink = "#1a1a1a" if origin else "#666"
@@ -223,7 +228,7 @@ def laid_out(pieces, columns):
 
 
 def legend_boxes(row):
-    """The boxes of line 0: each origin that occurs in the row, and how often."""
+    """The boxes of line 0, which name each origin that occurs in the row, and how often."""
     boxes = []
     column = 0
     for origin, (*_, name) in STYLES.items():

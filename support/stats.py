@@ -1,4 +1,4 @@
-"""What a run did, what it cost, and plain decoding beside it.
+"""What a run did, what it cost, and how it compares with plain decoding.
 
 A rate is the tokens divided by the seconds of the same run. Reading the prompts does not count,
 because drafting speeds up only the writing.
@@ -52,8 +52,9 @@ class Counts:
 
 
 class Stopwatch(Wrapper):
-    """Wraps a drafter (None: plain decoding) and measures the seconds until the prompts were read,
-    also by the draft model. It starts when it is made: make one right before each run."""
+    """Wraps a drafter (None for plain decoding) and measures the seconds until the target and the
+    draft model have read the prompts. It starts when it is made, so make one right before each
+    run."""
 
     def __init__(self, drafter=None):
         super().__init__(drafter or Drafter())
@@ -74,10 +75,10 @@ class Stopwatch(Wrapper):
 
 
 class Timed(Stopwatch):
-    """A stopwatch for the parts of a round, too. `seconds`: what drafting (with `observe`),
-    verifying and the rest of the loop took after the prompts were read; the rest includes the code
-    that consumes the rounds. On CUDA it synchronises four times per round, which costs a little of
-    what it measures."""
+    """A stopwatch that also times the parts of a round. `seconds` holds how long drafting (with
+    `observe`), verifying and the rest of the loop took after the prompts were read. The rest
+    includes the code that consumes the rounds. On CUDA it synchronises four times per round,
+    which costs a little of what it measures."""
 
     def __init__(self, drafter=None):
         super().__init__(drafter)
@@ -136,9 +137,9 @@ def compare(start, makers, rows, repeats):
 
 
 def divergence(model, prompts, ours, plain):
-    """Where greedy texts differ from plain decoding, and whether rounding explains it; None if they
-    are the same. If several rows differ: the first that rounding does not explain, else the
-    first."""
+    """Where greedy texts differ from plain decoding, and whether rounding explains it. It is None
+    if they are the same. If several rows differ, the first that rounding does not explain
+    counts."""
     rows = enumerate(zip(prompts, ours, plain, strict=True))
     found = [{"output": b} | parting(model, *row) for b, row in rows if row[1] != row[2]]
     found.sort(key=lambda d: d["near_tie"])
@@ -147,12 +148,12 @@ def divergence(model, prompts, ours, plain):
 
 @torch.inference_mode()
 def parting(model, prompt, ours, plain, dtype=None):
-    """The first position where two answers differ, the ids there, and their `gap`: how far the less
-    likely one's logit lies below the best. `rounding` is the largest gap that rounding explains: a
-    block of tokens is rounded differently from a single one, each sub-layer rounds its result to
-    the model's dtype and its sums of `dim` products to float32 or wider, and independent errors add
-    up like the root of their number. Two logits in two runs have four errors, which gives the
-    factor 2. dtype: in which the texts were written, by default the model's."""
+    """The first position where two answers differ, the ids there, and their `gap`, which is how far
+    the less likely one's logit lies below the best. `rounding` is the largest gap that rounding
+    explains. A block of tokens is rounded differently from a single one. Each sub-layer rounds its
+    result to the model's dtype and its sums of `dim` products to float32 or wider, and independent
+    errors add up like the root of their number. Two logits in two runs have four errors, which
+    gives the factor 2. dtype: in which the texts were written, by default the model's."""
     both = enumerate(zip(ours, plain, strict=False))
     place = next((i for i, (x, y) in both if x != y), min(len(ours), len(plain)))
     ids = [*ours[place : place + 1], *plain[place : place + 1]]  # only one if the other has ended

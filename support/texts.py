@@ -1,5 +1,5 @@
-"""Texts in files: documents, the prompts of a batch, and the prompts that this project is measured
-on."""
+"""Texts in files, which are documents, the prompts of a batch, or the prompts that this project is
+measured on."""
 import json
 from pathlib import Path
 
@@ -11,14 +11,14 @@ PROMPTS = Path(__file__).with_name("prompts")
 
 
 def read_texts(path, key, separator):
-    """The texts of a file: under `key` in the lines of a .jsonl file, or else between the
-    separators. Raises ValueError if there is none."""
+    """The texts of a file. In a .jsonl file they stand under `key` in its lines, in any other file
+    between the separators. Raises ValueError if there is none."""
     return list(numbered_texts(path, key, separator).values())
 
 
 def numbered_texts(path, key, separator):
-    """{number: text}, as `read_texts`. Numbers count lines, or what lies between the separators,
-    from 1."""
+    """The same texts by number. Numbers count lines, or what lies between the separators, from
+    1."""
     jsonl = path.suffix.lower() == ".jsonl"
     if jsonl:
         separator = "\n"

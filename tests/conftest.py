@@ -49,4 +49,5 @@ def stories():
     """(model, tokenizer) of the shipped Llama, in float32. It stays as it is."""
     import checkpoint
 
-    return checkpoint.load(Path(__file__).parents[1] / "weights" / "stories-llama", "cpu", torch.float32)
+    folder = Path(__file__).parents[1] / "weights" / "stories-llama"
+    return checkpoint.load(folder, "cpu", torch.float32)

@@ -104,7 +104,6 @@ def main(words):
     return int(bool(failed) or not chosen)
 
 
-
 if __name__ == "__main__":
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     sys.exit(main(sys.argv[1:]))

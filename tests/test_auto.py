@@ -14,6 +14,7 @@ from methods.arms import candidates
 from methods.pace import Pace
 from sampling import Coins, to_probs
 from speculative import rounds
+from support import measure
 from support.measure import measure_arms, measure_costs, priced
 
 SUBLAYER, HEAD = 75.0, 75.0     # microseconds in a graph; a plain round takes 1.2 milliseconds
@@ -31,7 +32,8 @@ def world(damp):
 
 
 @pytest.mark.parametrize("damp, T", [(0.0, 0.0), (0.1, 0.0), (0.3, 0.8), (1.0, 0.0), (1.0, 0.8)])
-def test_auto_is_never_far_below_the_best(damp, T):
+def test_auto_is_never_far_below_the_best(damp, T, monkeypatch):
+    monkeypatch.setattr(measure, "CONTEXT", 16)
     with Clock() as clock:
         class Timed(Tape):
             """A graph takes as long as its sub-layers."""
@@ -43,7 +45,7 @@ def test_auto_is_never_far_below_the_best(damp, T):
                 clock.replay(super().replay, self.micros)
 
         m = Recorded(world(damp), Timed, say=pytest.fail)
-        costs = measure_costs(m, context=16, repeats=3)
+        costs = measure_costs(m, repeats=3)
         table = measure_arms(m, candidates(m, costs), costs)
 
         def auto():

@@ -14,7 +14,6 @@ from control import best_along, best_gamma, expected_tokens, expected_tokens_alo
 from kvcache import KVCache
 from model import Attention, Placement, RMSNorm, frequencies, rope
 from sampling import Race, signed, to_probs, uniform
-from support.stats import Counts
 
 # --- from logits to probabilities
 
@@ -382,24 +381,6 @@ def test_a_draft_must_fit_into_a_series():
     compare(torch.tensor(got), 5, {}, "c = .1 and series of ones, 2 and 5 long")
     got, _ = best_along([torch.ones(2), torch.ones(5)], 0.1, most=3)
     compare(torch.tensor(got), 3, {}, "the same, and most = 3")
-
-
-def test_alpha_is_no_share_of_drafted_tokens():
-    """A thousand drafts of 5 tokens, each accepted with .8 if the ones before it were: 3.7 tokens a round."""
-    counts = Counts(1000, 1000, 3689, drafted=1000, hits=800, proposed=5000, accepted=2689)
-    compare(wide([counts.alpha]), [0.8], {
-        "accepted / proposed is no alpha: it counts the tokens after a rejection, which were never tested; "
-        "with it the formula predicts 2.1 tokens per round, where 3.7 came": [2689 / 5000],
-        "accepted tokens per round: the gain, and no probability": [2.689]}, str(counts), rtol=1e-9)
-    some = Counts(passes=20, turns=2000, tokens=3800, drafted=1000, hits=800, proposed=1500, accepted=1000)
-    compare(wide([some.alpha]), [0.8], {
-        "rounds without a draft count as rejections: divide by the rounds that tested a draft": [0.4],
-        "a pass of a batch tests a draft in many rows: divide by `drafted`": [40.0]},
-        f"{some}, half of whose turns had no draft")
-    for hits, drafted in ((3, 7), (0, 5), (11, 11)):
-        counts = Counts(20, 25, 40, drafted, hits, 4 * drafted, hits + 2)
-        compare(wide([counts.alpha]), [hits / drafted], {}, str(counts), rtol=1e-9)
-    compare(wide([Counts().alpha]), [0.0], {}, "nothing drafted yet: no division by zero, but 0")
 
 
 # --- the norm, and attention

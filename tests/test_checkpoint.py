@@ -180,7 +180,7 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(c, changes, word, tmp
     ([UP], {}, f"{UP} is missing"), ([HEAD], {}, HEAD), ([], {UP: torch.ones(32, 48)}, "(32, 48)"),
     ([], {EMBED: torch.ones(())}, EMBED),
     ([], {UP: torch.ones(48, 32).to(torch.float8_e4m3fn)}, "F8_E4M3"),
-    ([], {"extra.bias": torch.ones(32)}, "extra.bias: this architecture has no use for it"),
+    ([], {"extra.bias": torch.ones(32)}, "extra.bias: this architecture does not use it"),
     ([], {UP: torch.ones(48, 32, dtype=torch.int8)}, "I8")], ids=str)
 def test_tensors_that_are_missing_left_over_or_misshapen_are_named(drop, changes, word, tmp_path):
     edit(saved(LLAMA, tmp_path)[1] / "model.safetensors", drop, **changes)

@@ -14,7 +14,7 @@ from control import MOST, Costs
 from lab.m2r2 import M2R2
 from machine.quant import Int4, byte_costs
 from methods import heads
-from methods.arms import small_model
+from methods.arms import smaller
 from model import put
 from support import drafts, generate, measure
 
@@ -24,7 +24,7 @@ call = command(generate.main)
 @pytest.fixture
 def plan(stories):
     """The Plan that flags ask for."""
-    return lambda *flags: generate.plan(generate.parse(["x", *map(str, flags)]), *stories)
+    return lambda *flags: generate.plan_of(generate.parse(["x", *map(str, flags)]), *stories)
 
 
 def test_a_draft_vocabulary_shortens_the_head(call, plan, tmp_path):
@@ -60,7 +60,7 @@ def test_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
 
     def arms(model, folder, *flags):
         a = generate.parse(["x", "--draft", "auto", "--model", str(folder), *flags])
-        return {arm.name: arm for arm in generate.plan(a, model, stories[1]).make().arms}
+        return {arm.name: arm for arm in generate.plan_of(a, model, stories[1]).make().arms}
 
     arm = arms(half, tmp_path)["few bits"]
     assert isinstance(arm.drafter.model.head, Int4) and len(arm.drafter.sublayers) == 2 * half.c.n_layers
@@ -85,7 +85,7 @@ def test_a_small_model_drafts_in_few_bits_alone_and_as_an_arm(call, plan, tmp_pa
     whole, few = arms.values()
     assert isinstance(few.drafter.model.head, Int4) and few.name == whole.name == "small model"
     assert few.further(0) < 0.25 * whole.further(0), "a price by the bytes of float32 and int4"
-    arm = small_model(few.drafter.model, 0.2, Costs((1.0,), 1.0, ((1, 1.0), (2, 2.0))))
+    arm = smaller(few.drafter.model, 0.2, Costs((1.0,), 1.0, ((1, 1.0), (2, 2.0))))
     arm.drafter.unread = 9
     assert arm.drafting(0, 0) == pytest.approx(8 * 0.2), "it reads what others wrote"
     call.refuses(["x", *quantised], tmp_path, "--draft-quant", "name one with --draft DIR")
@@ -105,7 +105,7 @@ def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, caps
 
     def names(*flags):
         a = generate.parse(["x", "--draft", "auto", "--model", str(tmp_path), *flags])
-        return [way.name for way in generate.plan(a, *stories).make().arms]
+        return [way.name for way in generate.plan_of(a, *stories).make().arms]
 
     assert "prophet" in names() and "medusa" not in names()
     assert "medusa" in capsys.readouterr().err.splitlines()[0]

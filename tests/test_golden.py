@@ -1,29 +1,26 @@
 """Golden counts: how many drafts the shipped models accept, as tests/golden.json holds it.
 
-    python tests/test_golden.py    writes it again, after weights have changed, never to make a test pass
+    python -m tests.test_golden    writes it again, after weights have changed, never to make a test pass
 
 A drafter that drafts badly writes the right text, so no test of texts can see it.
 These counts can.
 """
+import functools
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import checkpoint
+from drafter import ModelDraft, NGram
+from layerskip import SelfDraft, without
+from methods import heads
+from methods.then import Then
+from methods.trees import Siblings
+from speculative import rounds
+
 ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-import checkpoint  # noqa: E402
-from drafter import ModelDraft, NGram  # noqa: E402
-from layerskip import SelfDraft, without  # noqa: E402
-from methods import heads  # noqa: E402
-from methods.then import Then  # noqa: E402
-from methods.trees import Siblings  # noqa: E402
-from speculative import rounds  # noqa: E402
-
 FILE, MODELS = Path(__file__).with_name("golden.json"), ("stories-llama", "stories-gemma2")
 TEXTS = ["Once upon a time", "User: I want to book a table.\nAssistant:", "def main():"]
 LONG = "User: I need a table for two.\nAssistant: Which city should I look in?\n" * 9  # beyond Gemma's window
@@ -52,26 +49,34 @@ def trained(m, folder):
     return {kind: head.drafter(3) for kind, head in found.items()} | trees
 
 
-def counts(name):
-    """{drafter: [proposed, accepted, passes]} of a shipped model in float64, greedy, 32 tokens a text."""
+@functools.cache
+def shipped(name):
+    """A shipped model in float64, its drafters by name, and the prompts."""
     m, tokenizer = checkpoint.load(ROOT / "weights" / name, "cpu", torch.float64)
     small, _ = checkpoint.load(ROOT / "weights" / "stories-draft", "cpu", torch.float64)
-    prompts = [checkpoint.encode(tokenizer, text, m.c.bos) for text in [*TEXTS, *[LONG] * bool(m.c.window)]]
-    found = {}
-    for made, drafter in (drafters(m, small) | trained(m, ROOT / "weights" / name)).items():
-        run = [r for _, r in rounds(m, prompts, 32, drafter)]
-        found[made] = [sum(int(r.proposed.sum()) for r in run), sum(int(r.accepted.sum()) for r in run),
-                       len(run)]
-    return found
+    texts = [*TEXTS, *[LONG] * bool(m.c.window)]
+    prompts = [checkpoint.encode(tokenizer, text, m.c.bos) for text in texts]
+    return m, drafters(m, small) | trained(m, ROOT / "weights" / name), prompts
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_golden_counts(name):
+def counts(name, made):
+    """[proposed, accepted, passes] of a drafter, greedy, 32 tokens a text."""
+    m, every, prompts = shipped(name)
+    run = [r for _, r in rounds(m, prompts, 32, every[made])]
+    return [sum(int(r.proposed.sum()) for r in run), sum(int(r.accepted.sum()) for r in run), len(run)]
+
+
+GOLDEN = json.loads(FILE.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name, made", [(name, made) for name in MODELS for made in GOLDEN[name]])
+def test_golden_counts(name, made):
     """Gemma-2 has soft-caps, post-norms and sliding layers besides, and a prompt longer than their window."""
-    assert counts(name) == json.loads(FILE.read_text(encoding="utf-8"))[name]
+    assert shipped(name)[1].keys() == GOLDEN[name].keys()
+    assert counts(name, made) == GOLDEN[name][made]
 
 
 if __name__ == "__main__":
-    tables = (f'"{name}": {{\n' + ",\n".join(f'  "{made}": {row}' for made, row in counts(name).items()) + "}"
-              for name in MODELS)
+    tables = (f'"{name}": {{\n' + ",\n".join(
+        f'  "{made}": {counts(name, made)}' for made in shipped(name)[1]) + "}" for name in MODELS)
     FILE.write_text("{" + ",\n".join(tables) + "}\n", encoding="utf-8")

@@ -7,17 +7,18 @@ from unittest.mock import Mock
 import expected
 import promises
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
-from tiny import FAMILIES, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, oracle, small, warm
+from tiny import FAMILIES, PROMPTS, TINY, TINY_GEMMA, each_family, make, oracle, small, warm
 
 import checkpoint
 from control import weight_costs
 from drafter import ModelDraft
 from kvcache import KVCache, prefill
 from layerskip import SelfDraft, without
-from machine import rows
-from machine.quant import KINDS, NF4, Int4, Int8, byte_costs, codebook, quantise, rebuild, unpack_nibbles
+from machine import quant, rows
+from machine.quant import KINDS, NF4, Int4, Int8, byte_costs, quantise
 from methods.standin import ShortHead
 from model import Placement
 from search import Teacher
@@ -38,15 +39,15 @@ def matrices(model):
 
 def dense(model):
     """A quantised model with ordinary matrices instead: those that its own stand for."""
-    return rebuild(copy.deepcopy(model))
+    return quant.rebuild(copy.deepcopy(model))
 
 
 # --- the codes
 
 
 def test_the_codebook_is_the_published_one():
-    assert codebook().tolist() == pytest.approx(PUBLISHED, abs=3e-7)
-    assert codebook()[[0, 7, 15]].tolist() == [-1, 0, 1], "exactly"
+    assert quant.codebook().tolist() == pytest.approx(PUBLISHED, abs=3e-7)
+    assert quant.codebook()[[0, 7, 15]].tolist() == [-1, 0, 1], "exactly"
 
 
 def test_int8_by_hand():
@@ -68,7 +69,7 @@ def test_int4_by_hand():
     """A group of 32 from -8 to 7, where steps are 1, and a short one of equal weights."""
     row = torch.cat([torch.arange(-8.0, 8).repeat(2), torch.full((3,), 0.25)])[None]
     q = Int4(row)
-    assert unpack_nibbles(q.codes)[0, :16].tolist() == [*range(16)]
+    assert quant.unpack_nibbles(q.codes)[0, :16].tolist() == [*range(16)]
     assert q.groups[0, :, 0].tolist() == [1, -8], "a step and an offset"
     assert torch.equal(q.full(torch.float32)[:, :32], row[:, :32])
     assert (q.full(torch.float32)[:, 32:] - row[:, 32:]).abs().max() <= 0.25 / 15 / 2
@@ -175,11 +176,11 @@ def test_costs_by_bytes():
 
 ROUGH = {
     "int4": lambda m: SelfDraft(
-        quantise(m, "int4", head="int4"), range(12), Says(lambda s: 1 + sum(s.left) % 3)),
+        quantise(m, "int4", head="int4"), range(12), tiny.Says(lambda s: 1 + sum(s.left) % 3)),
     "nf4, exit": lambda m: SelfDraft(quantise(m, "nf4"), range(8), 3),
-    "a small model in int4": lambda m: ModelDraft(quantise(small(m), "int4", head="int4"), Unsure(4)),
+    "a small model in int4": lambda m: ModelDraft(quantise(small(m), "int4", head="int4"), tiny.Unsure(4)),
     "skip, short head": lambda m: SelfDraft(
-        ShortHead(quantise(m, head="int8"), [4, 9, 0, 2, 16, 3]), without(6, attn=[2]), Unsure(4))}
+        ShortHead(quantise(m, head="int8"), [4, 9, 0, 2, 16, 3]), without(6, attn=[2]), tiny.Unsure(4))}
 
 test_greedy_identity = promises.greedy_identity(ROUGH, on=["cpu"])
 test_rows_equal_solo_runs = promises.rows_equal_solo_runs(ROUGH)
@@ -187,7 +188,7 @@ test_end_of_text = promises.end_of_text(ROUGH, places=range(0, 12, 5))
 test_context_limit = promises.context_limit(ROUGH)
 test_poison = promises.poison(ROUGH)
 test_exact_law = promises.exact_law({
-    "int4": (TINY, lambda m: SelfDraft(quantise(m, "int4", head="int4"), range(4), Unsure(2))),
+    "int4": (TINY, lambda m: SelfDraft(quantise(m, "int4", head="int4"), range(4), tiny.Unsure(2))),
     "a small model in int4": (TINY, lambda m: ModelDraft(quantise(small(m), "int4", head="int4"), 2)),
     "gemma2, int8, skip": (TINY_GEMMA, lambda m: SelfDraft(quantise(m), [0, 1, 3], 2))})
 test_one_wait_a_round = promises.one_wait_a_round({

@@ -114,12 +114,13 @@ def test_whatever_a_text_holds_it_is_well_formed_and_nothing_of_the_prompt_is_it
         assert (stream.text, answer) == (STORIES.decode(ids), " and")
 
 
-def test_picture(tmp_path):
+def test_picture(tmp_path, monkeypatch):
     ids = STORIES.encode("It costs $\\frac{1}$ or <b> & {\n\nOK?").ids
     seen = Generation(STORIES, [[0]])
     seen.add(make_round([ids], [2], [4], vocab=4096))
     for columns in range(13, 40):
-        show.picture(seen, tmp_path / "run.svg", columns)
+        monkeypatch.setattr(show, "COLUMNS", columns)
+        show.picture(seen, tmp_path / "run.svg")
         texts = ElementTree.parse(tmp_path / "run.svg").getroot().iterfind("{*}text")
         drawn = "".join(a.text + "\n" * (a.get("y") != b.get("y")) for a, b in itertools.pairwise(texts))
         assert all(word in drawn for word in ("$\\frac{1}$", "<b>", "OK?")), "a line breaks inside a word"

@@ -1,5 +1,6 @@
-"""What a student's answer may get wrong although the worked examples come out right: gradients, other shapes
-and types, and drawn inputs, which a table of those examples would not know."""
+"""What a student's answer may get wrong although the worked examples come out right: gradients,
+other shapes and types, and drawn inputs, which a table of those examples would not know. And the
+worked examples of alpha, exercise 16."""
 import math
 import random
 from dataclasses import replace
@@ -17,6 +18,7 @@ from tiny import LLAMA, Fixed, wide
 from model import RMSNorm, frequencies, rope, rotate, softcap
 from sampling import Coins, Race
 from search import climb
+from support.stats import Counts
 
 DETACHED = "what is trained needs its gradient: no detach, .item(), .data or torch.no_grad on the way"
 
@@ -204,7 +206,6 @@ def test_long_drafts_of_a_large_vocabulary(verifier, length):
                        otherwise=LATER)
 
 
-
 def test_a_climb_that_takes_back_what_it_did():
     """A way of seven flips through sets of four bits, of which each is next to no other of the way."""
     way, worth = [wide([0, 0, 0, 0])], {(0, 0, 0, 0): 1.0}
@@ -217,3 +218,21 @@ def test_a_climb_that_takes_back_what_it_did():
         "it ends after as many flips as there are bits": torch.stack([way[4], way[-1]])},
         "scores that rise along 0000 1000 1100 1110 0110 0111 0011 1011 and are 0 elsewhere, from the first "
         "and from the fifth of these")
+
+
+def test_alpha_is_no_share_of_drafted_tokens():
+    """A thousand drafts of 5 tokens, each accepted with .8 if the ones before it were: 3.7 tokens a round."""
+    counts = Counts(1000, 1000, 3689, drafted=1000, hits=800, proposed=5000, accepted=2689)
+    compare(wide([counts.alpha]), [0.8], {
+        "accepted / proposed is no alpha: it counts the tokens after a rejection, which were never tested; "
+        "with it the formula predicts 2.1 tokens per round, where 3.7 came": [2689 / 5000],
+        "accepted tokens per round: the gain, and no probability": [2.689]}, str(counts), rtol=1e-9)
+    some = Counts(passes=20, turns=2000, tokens=3800, drafted=1000, hits=800, proposed=1500, accepted=1000)
+    compare(wide([some.alpha]), [0.8], {
+        "rounds without a draft count as rejections: divide by the rounds that tested a draft": [0.4],
+        "a pass of a batch tests a draft in many rows: divide by `drafted`": [40.0]},
+        f"{some}, half of whose turns had no draft")
+    for hits, drafted in ((3, 7), (0, 5), (11, 11)):
+        counts = Counts(20, 25, 40, drafted, hits, 4 * drafted, hits + 2)
+        compare(wide([counts.alpha]), [hits / drafted], {}, str(counts), rtol=1e-9)
+    compare(wide([Counts().alpha]), [0.0], {}, "nothing drafted yet: no division by zero, but 0")

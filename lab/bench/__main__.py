@@ -3,8 +3,8 @@
     python -m lab.bench counts       operations of a round, and waits for a GPU: counted, so free of noise
     python -m lab.bench plain        plain decoding beside transformers
     python -m lab.bench costs        what each sub-layer and the head take on this machine
-    python -m lab.bench help         will a draft help this model? every exit, or a skip set, and a verdict
-    python -m lab.bench check        is your model computed right? and the most that any draft could gain
+    python -m lab.bench help         will drafting help your model? what drafts promise, and the most possible
+    python -m lab.bench check        is your model computed right? compared with transformers; and `help`
     python -m lab.bench self         every way to draft, four kinds of text, beside transformers
     python -m lab.bench dynamic      drafts that adapt, on a stream of prompts whose kind changes
     python -m lab.bench quant        drafts and targets in few bits, measured, and on paper
@@ -31,6 +31,7 @@ from files import check_writable, write_file
 from lab.bench import (
     beyond,
     block,
+    ceiling,
     check,
     costs,
     counts,
@@ -51,7 +52,7 @@ from support import cli
 RUNS = {    # -> (Markdown, data)
     "counts": counts.run, "plain": plain.run, "rows": rows.run,
     "prompts": plain.run_prompts, "costs": costs.run_costs,
-    "help": costs.run_help, "check": check.run, "self": drafters.run, "dynamic": dynamic.run,
+    "help": ceiling.run, "check": check.run, "self": drafters.run, "dynamic": dynamic.run,
     "quant": quant.run, "block": block.run, "heads": heads.run, "real": run_real, "search": search.run,
     "beyond": beyond.run, "exact": exact.run}
 
@@ -61,7 +62,7 @@ RUN = *LOADS, "new", "repeats", "quick"
 READS = {   # the flags of each, beside --out
     "counts": (), "plain": ("model", "device", "new", "repeats", "fast"), "rows": (*LOADS, "repeats"),
     "prompts": (*LOADS, "repeats"), "costs": (*LOADS, "repeats", "fast"),
-    "help": (*LOADS, "new", "quick", "skip"), "check": ("model", "device", "new", "fast"),
+    "help": (*LOADS, "new", "fast"), "check": ("model", "device", "new", "fast"),
     "self": (*RUN, "fast", "skip", "draft-vocab", "draft-model", "prompts", "only"),
     "dynamic": (*RUN, "fast", "skip", "draft-vocab", "only"),
     "quant": RUN, "block": (*LOADS, "new", "quick", "skip", "prompts", "heads"),
@@ -99,7 +100,7 @@ FLAGS = {
     "prompts": dict(nargs="+", metavar="KIND", choices=(*SETS, *KINDS),
                     help=f"only these of {', '.join(SETS)}; block: {', '.join(KINDS)}"),
     "only": dict(nargs="+", metavar="WORD", help="only ways to draft with one of these words in their names, "
-                 "and plain decoding; llama.cpp (real) only if named"),
+                 "and plain decoding; real: transformers and llama.cpp only if named"),
     "heads": dict(metavar="DIR", help="heads, real: trained heads (MODEL/heads); block: one"),
     "dither": dict(action="store_true", help="first add noise to the target's weights, uniform and as wide "
                    "as a step of int4: weights that came in 4 bits lie on a grid, which flatters int4, and "
@@ -111,7 +112,9 @@ OTHERWISE = {   # flags that mean something else to one command
     "exact": {"prompts": dict(nargs=None, choices=None, type=at_least(1), metavar="N", default=None,
                               help="of N prompts, how many drafted texts equal plain decoding's")},
     "real": {
-        "new": dict(default=48), "quick": dict(default=1), "draft-model": dict(default=None),
+        "new": dict(default=48, help="tokens to write (default: 48)"), "quick": dict(
+            default=1, help="how many prompts of each kind (default: 1)"),
+        "draft-model": dict(default=None),
         "prompts": dict(choices=None, help=f"only these of {', '.join(KINDS)}; or a file of prompts, one per "
                         'line, in .jsonl {"prompt": ...}')}}
 

@@ -16,7 +16,8 @@ import torch
 from control import MOST
 from kvcache import KVCache
 from lab import doctor
-from lab.bench.shared import SETS, figures, forecast, prompt_ids
+from lab.bench.quant import acceptance
+from lab.bench.shared import SETS, figures, forecast, load, page, prompt_ids
 from lab.train_heads import judged
 from layerskip import early_exit
 from machine.exact import fast
@@ -26,7 +27,7 @@ from methods.suffix import Suffix
 from model import Placement
 from sampling import to_probs
 from search import Teacher
-from speculative import generate
+from speculative import State, generate
 from support.drafts import trained_beside
 from support.measure import kept_costs, measure_step
 
@@ -98,26 +99,19 @@ def written(model, tokenizer, new, probs):
     return [(ids + answer, len(ids)) for ids, answer in zip(prompts, answers, strict=True)]
 
 
-class Told:
-    """What lookup reads of the loop's State: the text so far."""
-
-    def __init__(self, ids):
-        self.known = [ids]
-        self.left = [2]
-
-
-def copied(ids, start, p):
-    """The acceptance rate of a token that lookup copies, after each number of tokens from `start`
-    on: p of the token, 0 where nothing is found."""
+def copied(teacher, start):
+    """The acceptance rate of a token that lookup copies, after each number of tokens of a Teacher's
+    text, from `start` on. It is p of the token, or 0 where lookup finds nothing."""
+    ids = teacher.tokens[0].tolist()
     lookup = Suffix(1)
-    text = Told(ids[:start])
-    lookup.begin(text, {})
+    state = State.start(teacher.model, [ids[:start]], 2, (), teacher.probs, None)
+    lookup.begin(state, {})
     rates = []
     for n in range(start, len(ids) + 1):
-        text.known = [ids[:n]]
-        lookup.enter(text)
-        path = lookup.found(text)[0]
-        rates.append(float(p[0, n - 1, path[0]]) if path else 0.0)
+        state.known = [ids[:n]]
+        lookup.enter(state)
+        path = lookup.found(state)[0]
+        rates.append(float(teacher.p[0, n - 1, path[0]]) if path else 0.0)
     return torch.tensor(rates).double()
 
 
@@ -125,10 +119,10 @@ def copied(ids, start, p):
 def scored(teacher, start, probs, exits, twin, trained):
     """{draft: the acceptance rates along a Teacher's text, from `start` tokens on}."""
     tokens = teacher.tokens
-    rates = {"lookup": copied(tokens[0].tolist(), start, teacher.p)}
+    rates = {"lookup": copied(teacher, start)}
     for name, sublayers in exits.items():
         rates[name] = teacher.acceptance(sublayers)
-    rates["itself in int4"] = teacher.overlap(probs(twin.forward(tokens)))
+    rates["itself in int4"] = acceptance(teacher, twin, range(2 * twin.c.n_layers))
     for head in trained:
         said, target = next(judged(head, tokens))       # its first step
         both = torch.minimum(probs(said), probs(target)).double().sum(-1)[0].cpu()
@@ -185,6 +179,12 @@ def worth(a, model, tokenizer):
              "The most that any draft could bring, even one that costs nothing:", "",
              *figures(((f"any {P} tokens", row) for P, row in most.items()), CEILING, "draft")]
     return lines, {"drafts": drafts, "most": most}
+
+
+def run(a):
+    """The same without transformers."""
+    lines, found = worth(a, *load(a))
+    return page([f"{a.model}, {a.dtype}; {a.machine}", "", *lines]), found
 
 
 DRAFTS = {"c": "{c:.2f}", "alpha, greedy": "{greedy[alpha]:.2f}", "best K": "{greedy[gamma]}",

@@ -1,16 +1,15 @@
 """What a round takes outside the sub-layers: tensor operations, and waits for the device. Both are counted,
 not timed, and a GPU's on paper (see tests/paper_gpu.py), so that none is needed.
 """
-import sys
-
 from control import Confidence
 from drafter import ModelDraft, NGram
-from lab.bench.shared import ROOT, page, random_model, table
+from lab.bench.shared import page, random_model, table
 from lab.rules import DoNoHarm
 from layerskip import SelfDraft
 from methods.then import Then
 from model import Config
 from speculative import rounds
+from tests.paper_gpu import PaperGPU
 
 SHAPE = Config(vocab_size=64, dim=32, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=16, hidden_dim=32)
 EXIT, SKIP = range(2), [0, 1, 4]
@@ -63,9 +62,6 @@ def count(gpu, device, make, gamma):
 
 def counts():
     """{drafter: what a round with 2 drafted tokens takes, and what each further drafted token takes}."""
-    sys.path.append(str(ROOT / "tests"))
-    from paper_gpu import PaperGPU
-
     found = {}
     with PaperGPU() as gpu:
         for name, make in DRAFTERS.items():

@@ -9,12 +9,14 @@ from tqdm import tqdm
 
 import control
 from drafter import ModelDraft
-from lab.bench.costs import against_plain, teachers
+from lab.bench.costs import against_plain
 from lab.bench.plain import step
 from lab.bench.shared import LLAMA, SETS, SHAPES, WEIGHTS, figures, load, page, prompt_ids, table
 from layerskip import SelfDraft, early_exit
 from machine.quant import KINDS, byte_costs, quantise, size
 from model import Placement
+from search import Teacher
+from speculative import generate
 from support.measure import interleave, measure_costs
 
 GAMMA, MEGABYTE = 3, 1e6
@@ -36,6 +38,19 @@ def copies(model):
         twin = quantise(model, kind, head=kind, rounds=True)
         found |= {kind: (twin, every), f"{kind}, exit {model.c.n_layers // 2}": (twin, half)}
     return found
+
+
+def teachers(model, tokenizer, a):
+    """The texts to score drafts on: [(Teacher, unscored)], where the first `unscored` positions are
+    left out. The model itself wrote them after the prompts, as it does when a draft meets them."""
+    c = model.c
+    made = []
+    for name in SETS:
+        for ids in prompt_ids(name, tokenizer, c)[: a.quick or 2]:
+            ids = ids[: c.max_len // 2]
+            (new,), _ = generate(model, [ids], a.new, eos=c.eos)
+            made.append((Teacher(model, ids + new), len(ids) - 1))
+    return made
 
 
 def acceptance(teacher, draft, subs):

@@ -52,6 +52,8 @@ COLUMNS = {"tokens/s": "{tokens_per_second:.1f}", "ratio to plain": "{ratio:.2f}
 def chat_ids(a, kind, tokenizer):
     """The prompts of one kind, or of a file, in the model's chat template, as ids."""
     path = PROMPTS / f"{kind}.jsonl" if kind in KINDS else Path(kind)
+    if not path.is_file():
+        raise ValueError(f"--prompts {kind}: neither a file nor one of {', '.join(KINDS)}")
     return ask(a.model, tokenizer, read_texts(path, "prompt", "\n")[: a.quick])
 
 
@@ -198,6 +200,7 @@ def run_real(a):
     began = time.perf_counter()
     results = {}
     tokenizer = read_tokenizer(Path(a.model))
+    prompts = {kind: chat_ids(a, kind, tokenizer) for kind in a.prompts or KINDS}
     models, smalls = opened(a, tokenizer)
     model = models[a.dtype][0]
     where = Path(a.heads or f"{a.model}/heads")
@@ -205,10 +208,11 @@ def run_real(a):
     for file in sorted(where.glob(f"*/{heads.FILE}")):
         trained[file.parent.name] = {
             m.tok.dtype: heads.load(file.parent, m) for m, _ in models.values()}
-    for T, kind in product((0.0, 0.8), a.prompts or KINDS):
+    for T, kind in product((0.0, 0.8), prompts):
         methods = ways(model, trained, smalls)
-        bench = Bench(models, chat_ids(a, kind, tokenizer), {"temperature": T} if T else {}, a.new,
-                      a.repeats or 1, judge=verify_block, warm=not results)
+        flags = {"temperature": T} if T else {}
+        bench = Bench(models, prompts[kind], flags, a.new, a.repeats or 1, judge=verify_block,
+                      warm=not results)
         theirs = {}
         if a.only and not T:
             theirs = their_methods(a, bench, max(1, model.c.n_layers // 6))

@@ -10,7 +10,7 @@
 # | system | the question |
 # |---|---|
 # | M2R2 (arXiv 2502.02040) | is an accelerated row better than an adapter with as many weights? |
-# | ProphetNet (arXiv 2001.04063) | does it help a model itself to predict more than the next token? |
+# | ProphetNet (arXiv 2001.04063) | does it help a model to predict more than the next token? |
 # | HAMburger (arXiv 2505.20438) | what is left of its speed where its guesses are checked? |
 # | a sparse self-draft (MagicDec, arXiv 2408.11049) | how much of the text must a draft see? |
 #
@@ -18,8 +18,8 @@
 # > checked is another model.**
 #
 # The training runs in this notebook take seconds, and only show how each idea works. The answers
-# are those of `python -m lab.bench beyond`, which trains for half an hour; they are quoted at each
-# section's end.
+# come from `python -m lab.bench beyond`, which trains for half an hour. They are quoted at the end
+# of each section.
 #
 # You need notebooks [6](../../notebooks/06_layer_skipping.ipynb) and
 # [9](../../notebooks/09_trained_heads.ipynb). About 35 minutes.
@@ -27,7 +27,7 @@
 # %%
 # %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
-SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures is checked for this model
+SHIPPED = MODEL.name == "stories-llama"         # the text's figures are checked for this model
 
 # %%
 import json
@@ -45,7 +45,7 @@ model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 c = model.c
 device = model.tok.device
 L = model.c.n_layers
-LONG = ROOT / "lab" / "notebooks" / "beyond.json"   # python -m lab.bench beyond --out lab/notebooks/beyond
+LONG = ROOT / "lab" / "notebooks" / "beyond.json"   # written by `python -m lab.bench beyond`
 long = json.loads(LONG.read_text(encoding="utf-8")) if LONG.is_file() else {}
 later = Markdown("*The long run has not been made yet.*")
 
@@ -60,7 +60,8 @@ later = Markdown("*The long run has not been made yet.*")
 length = min(64, c.max_len)
 text = beyond.own_text(model, tokenizer, 3000, 1000, length)
 held_out = text.valid[beyond.OWN].long().to(device)             # another text, to measure on
-print(f"{len(text.train[beyond.OWN]):,} tokens to learn from, {len(held_out):,} to measure on. It begins:")
+print(f"{len(text.train[beyond.OWN]):,} tokens to learn from, "
+      f"{len(held_out):,} to measure on. It begins:")
 print(tokenizer.decode(held_out[:60].tolist()))
 
 # %% [markdown]
@@ -73,8 +74,8 @@ print(tokenizer.decode(held_out[:60].tolist()))
 # (In a mixture of experts it would also tell early which experts to load. Our models have none, so
 # this part has no counterpart here.)
 #
-# The fast row reads the ordinary keys and values, and writes nothing. So the cache stays that of
-# the target, and what is handed over to the check is the ordinary row, as in any early exit.
+# The fast row reads the ordinary keys and values, and writes nothing. So the cache stays the
+# target's. The ordinary row is handed over to the check, as in any early exit.
 #
 # Kangaroo's adapter (one attention on top of the exit) is its natural rival: we give both the same
 # number of weights.
@@ -133,7 +134,7 @@ Markdown("\n".join(beyond.m2r2_lines(long["m2r2"]))) if long else later
 # ## ProphetNet: to predict more than one token
 #
 # A language model learns to say the next token. ProphetNet trains it in several *streams*. The
-# first is the model as it is. For each of the others a row beside each token starts from an
+# first is the model as it is. For each of the others, an extra row for each token starts from an
 # embedding of its own, and predicts the token after the next, the one after that, and so on. It
 # sees what its token sees, and no other row sees it. It was published as a way to write better
 # texts, not to write faster. But a row that looks ahead is just what drafts in `Transfer` with t =
@@ -149,8 +150,10 @@ Markdown("\n".join(beyond.m2r2_lines(long["m2r2"]))) if long else later
 # %%
 small = {"layers": 2, "dim": 64, "heads": 2, "kv-heads": 1, "hidden": 176, "batch": 4,
          "context": 64, "warmup": 5}
-runs = {(n, seed): beyond.prophet(text, device, n, seed, 8192, small) for seed in range(2) for n in (1, 3)}
-losses = {key: train.evaluate(run.model, held_out, 64, 1024)["loss"][-1] for key, run in runs.items()}
+runs = {(n, seed): beyond.prophet(text, device, n, seed, 8192, small)
+        for seed in range(2) for n in (1, 3)}
+losses = {key: train.evaluate(run.model, held_out, 64, 1024)["loss"][-1]
+          for key, run in runs.items()}
 for (n, seed), loss in losses.items():
     print(f"{n} stream{'s' * (n > 1)}, seed {seed}: {loss:.3f} nats per token of held-out text")
 streams = [losses[3, seed] - losses[1, seed] for seed in range(2)]
@@ -214,7 +217,8 @@ print(f"{len(story)} tokens in {int(first.sum())} entries")
 
 # %% tags=["gallery"]
 figure, ((side,),) = plots.axes(1, 1, width=11, height=3)
-side.bar(range(len(story)), entropy[0].cpu(), color=[plots.HUES[int(e) % 2] for e in entry], width=0.8)
+hues = [plots.HUES[int(e) % 2] for e in entry]
+side.bar(range(len(story)), entropy[0].cpu(), color=hues, width=0.8)
 for t, e in enumerate(entry.tolist()):
     side.axvspan(t - 0.5, t + 0.5, color=plots.HUES[e % 2], alpha=0.12, lw=0)
 labels = [tokenizer.decode([t]).strip() for t in story.tolist()]
@@ -246,11 +250,13 @@ print(f"{longer} entries instead of {int(first.sum())}")
 burger = Hamburger(cold, blocks=1)
 batches = [words.batch(0, step, 2, 47).long().to(device) for step in range(30)]
 learnt = tune(burger, cold, batches, (3e-4, 4e-3))
-print(f"KL from the model: {learnt[0][0]:.2f} nats per token, after {len(learnt)} steps {learnt[-1][0]:.2f}")
+print(f"KL from the model: {learnt[0][0]:.2f} nats per token, "
+      f"after {len(learnt)} steps {learnt[-1][0]:.2f}")
 scores = {}
 for confidence in (0.1, 0.3, 0.5, 2.0):                          # how sure it must be to go on
     scores[confidence] = score(burger, cold, story[None], confidence)
-print("after so little training it writes:", tokenizer.decode(sum(write(burger, prompt, 24, 0.3), [])))
+said = sum(write(burger, prompt, 24, 0.3), [])
+print("after so little training it writes:", tokenizer.decode(said))
 
 # %%
 figure, ((side,),) = plots.axes(1, 1, width=7, height=3.4)
@@ -285,14 +291,14 @@ assert not SHIPPED or all(found["by_weights"] < 1 for found in long.get("hamburg
 Markdown("\n".join(beyond.burger_lines(long["hamburger"]))) if long else later
 
 # %% [markdown]
-# Nothing: checked, it is slower than plain decoding.
+# Nothing is left of the speed: with the check, it is slower than plain decoding.
 #
 # ## A sparse self-draft: to see less
 #
 # In a long text the cache is larger than the weights, and reading it takes most of a pass. So let
 # the whole model draft, but let its attention read only the first few tokens (*sinks*) and a window
-# of the last ones. It is a mask, and nothing is trained. On paper, for Llama 3.1 8B with a window
-# of 1,024:
+# of the last ones. It is a mask, and nothing is trained. Here is the calculation for Llama 3.1 8B
+# with a window of 1,024:
 
 # %%
 rows = beyond.paper()
@@ -315,9 +321,9 @@ figure
 # This is one text. In a batch each text has a cache of its own, and the weights are read once for
 # all: that is the case that MagicDec was made for.
 #
-# What alpha is depends on the text. On ours (too short for a gain, but long enough for a question)
-# we can measure it: after each token of the second half of a text, how likely is the first drafted
-# token accepted? Large models need the sinks (arXiv 2309.17453); does ours?
+# Alpha depends on the text. On ours (too short for a gain, but long enough for a question) we can
+# measure it: after each token of the second half of a text, how likely is the first drafted token
+# accepted? Large models need the sinks (arXiv 2309.17453); does ours?
 #
 # **Predict:** which costs more: a window of 8 instead of 64, or to lose the sinks, which are 4
 # tokens?
@@ -331,14 +337,17 @@ windows = [w for w in (4, 8, 16, 32, 64, 128, 256) if w <= size]
 figure, ((side,),) = plots.axes(1, 1, width=7, height=3.2)
 curves = {}
 for sinks, hue, line in ((4, plots.HUES[0], "-"), (0, plots.HUES[1], "--")):
-    alphas = [torch.stack([beyond.sparse_acceptance(t, sinks, w)[size // 2 :] for t in teachers]).mean()
-              for w in windows]
+    alphas = []
+    for w in windows:
+        each = [beyond.sparse_acceptance(t, sinks, w)[size // 2 :] for t in teachers]
+        alphas.append(torch.stack(each).mean())
     side.plot(windows, alphas, color=hue, ls=line, marker="o", label=f"{sinks} sinks")
     curves[sinks] = dict(zip(windows, alphas, strict=True))
 side.set(xlabel="window", ylabel="alpha", xscale="log", ylim=(0, 1.02))
 side.set_xticks(windows, windows)
 side.legend(frameon=False)
-assert not SHIPPED or curves[4][64] - curves[4][8] > 10 * max(curves[4][w] - curves[0][w] for w in windows)
+by_sinks = max(curves[4][w] - curves[0][w] for w in windows)
+assert not SHIPPED or curves[4][64] - curves[4][8] > 10 * by_sinks
 figure
 
 # %% [markdown]
@@ -352,7 +361,8 @@ figure
 
 # %% jupyter={"source_hidden": true}
 if SHIPPED and long:
-    assert 0.87 < long["sparse"]["64"]["alpha"] < 0.89 and 0.6 < long["sparse"]["64"]["unread"] < 0.7
+    at_64 = long["sparse"]["64"]
+    assert 0.87 < at_64["alpha"] < 0.89 and 0.6 < at_64["unread"] < 0.7
 Markdown("\n".join(beyond.sparse_lines(long["sparse"], rows))) if long else later
 
 # %% [markdown]
@@ -426,6 +436,6 @@ print("4 sinks and a window of 16 see all of 20 tokens")
 # %% [markdown]
 # Four ideas, one loop. M2R2 and the sparse draft only draft. ProphetNet's streams change the model
 # that they are trained with, and a HAMburger is another model. But whatever drafts, the target
-# checks it. What is checked can be as wild as one likes: that is the freedom of speculative
-# decoding. The figures stand in [BENCHMARKS.md](../BENCHMARKS.md), and everything else begins at
-# the [README](../../README.md).
+# checks it. A draft that is checked can be as wild as you like: that is the freedom of speculative
+# decoding. The figures are in [the lab book](../BOOK.md#beyond), and everything else begins at the
+# [README](../../README.md).

@@ -10,10 +10,9 @@ import torch
 from tiny import GEMMA, PROMPTS, command, make
 
 import checkpoint
-from control import Costs, weight_costs
+from control import weight_costs
 from drafter import Drafter, ModelDraft
 from lab.bench import __main__ as bench
-from lab.bench import costs as bench_costs
 from lab.bench import drafters, dynamic
 from lab.bench.drafters import Bench, Method, Sample
 from lab.bench.shared import WEIGHTS
@@ -49,20 +48,7 @@ def test_a_round_costs_its_drafts_and_one_pass(models, name, family):
     assert len(s.ids) == 20 and max(lengths) == 3 and set(vars(m)) == own, "the meter is gone"
 
 
-def test_help_by_hand(call, monkeypatch, tmp_path):
-    """For given costs: what a draft promises, and the verdict."""
-    def promised(costs, *argv):
-        monkeypatch.setattr(bench_costs, "measure_costs", lambda model: costs)
-        return bench_costs.run_help(bench.parse(
-            ["help", "--model", str(DRAFT), "--quick", "--new", "8", *argv]))
-
-    cheap, dear = Costs((0.01, 0.0, 50.0, 50.0), 0.01), Costs((1.0, 1.0, 3.0, 3.0), 8.0)
-    _, found = promised(cheap, "--skip", "a1,m1")
-    draft = found["drafts"]["a1,m1"]
-    assert draft["sublayers"] == [0, 1] and draft["c"] == pytest.approx(0.02 / 100.02)
-    assert f"--skip a1,m1 --gamma {draft['gamma']} --compare" in found["verdict"]
-    out, _ = promised(dear)     # for each of four prompts its last token and 8 new ones
-    assert " 36 tokens of its own answers" in out and "No gain: " in out and "against c 0.62" in out
+def test_flags_that_a_command_does_not_read_are_refused(call, monkeypatch, tmp_path):
     call.refuses(["costs", "--repeats", "0"], tmp_path, "--repeats: must be at least 1, got 0")
     call.refuses(["help", "--repeats", "1"], tmp_path, "unrecognized arguments: --repeats")
     call.refuses(["self", "--twin", DRAFT], tmp_path, "unrecognized arguments: --twin")

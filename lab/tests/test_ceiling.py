@@ -39,10 +39,11 @@ def test_no_tree_of_three_tokens_beats_the_best_tree(models, family):
     assert got[3] == pytest.approx(1 + want / 2) and 1 < got[1] < got[3]
 
 
-def test_what_lookup_copies_along_a_text():
+def test_what_lookup_copies_along_a_text(models):
     """After 5 6 5 it copies the 6, and after 5 6 5 6 the 5. After 5 6 and after the 1 nothing is found."""
-    p = torch.arange(40.0).view(1, 5, 8)
-    assert ceiling.copied([5, 6, 5, 6, 1], 2, p).tolist() == [0, p[0, 2, 6], p[0, 3, 5], 0]
+    text = Teacher(models["llama"], [5, 6, 5, 6, 1], sampled)
+    p = text.p[0].tolist()
+    assert ceiling.copied(text, 2).tolist() == pytest.approx([0, p[2][6], p[3][5], 0])
 
 
 def test_check_reads_a_model_in_few_passes(call, monkeypatch):
@@ -54,3 +55,5 @@ def test_check_reads_a_model_in_few_passes(call, monkeypatch):
     status, out, _ = call("check", "--model", WEIGHTS / "stories-draft")
     assert status == 0 and "| itself in int4 |" in out and "| any 16 tokens |" in out
     assert len(passes) < 320
+    status, out, _ = call("help", "--model", WEIGHTS / "stories-draft", "--new", "8")
+    assert status == 0 and "| lookup | 0.00 | " in out

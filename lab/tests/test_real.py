@@ -59,6 +59,8 @@ def test_a_small_model_drafts_for_a_real_one_and_texts_agree_to_the_bit(call, tm
     itself = rows["small model, gamma 3"]
     assert itself["tested"] == itself["bytes"] == 1, "it is the model"
     assert rows["small model in int4, gamma 3"]["bytes"] < 0.4
+    status, _, err = call("real", "--model", folder, "--prompts", "mahts")
+    assert status == 2 and "mahts: neither a file nor one of chat" in err
 
 
 def test_noise_takes_the_weights_off_the_grid_of_int4(folder):

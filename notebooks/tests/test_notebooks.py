@@ -1,4 +1,4 @@
-"""The notebooks: each runs from top to bottom without a warning, and its two files hold the same cells."""
+"""The notebooks: each runs without a warning, and its two files hold the same cells."""
 import base64
 import html
 import io
@@ -34,7 +34,8 @@ def test_runs_from_top_to_bottom(path):
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
     assert counts == list(range(1, len(counts) + 1))
     outputs = [o for cell in notebook.cells for o in cell.get("outputs", ())]
-    assert not [o for o in outputs if o.get("name") == "stderr"], "warnings, which a reader would see"
+    warnings = [o for o in outputs if o.get("name") == "stderr"]
+    assert not warnings, "a reader would see them"
 
 
 @each
@@ -52,7 +53,7 @@ def test_what_is_committed_was_made_from_its_source(path):
 
 
 def opened(where, repository="", file=None):
-    """What the first cell prints in the folder `where`, and then where it found the repository.
+    """What the first cell prints in the folder `where`, and where it found the repository.
     file: the notebook's own place, which VS Code reveals."""
     find = execute["read"](SOURCES[0]).cells[1].source
     find = find.replace('REPOSITORY = ""', f"REPOSITORY = {repository!r}")
@@ -86,7 +87,8 @@ def test_pictures_have_few_colours_and_keep_their_hues():
     image, png = Image.linear_gradient("L").convert("RGB"), io.BytesIO()
     image.paste((255, 0, 0), (5, 5, 90, 9))
     image.save(png, "PNG")
-    small = Image.open(io.BytesIO(base64.b64decode(execute["smaller"](base64.b64encode(png.getvalue())))))
+    small = base64.b64decode(execute["smaller"](base64.b64encode(png.getvalue())))
+    small = Image.open(io.BytesIO(small))
     colours = [rgb for _, rgb in small.convert("RGB").getcolors()]
     assert len(colours) <= 128 and min(255 - r + g + b for r, g, b in colours) < 40
 
@@ -112,4 +114,5 @@ def test_html_of_a_generation_is_escaped():
     seen.add(make_round([ids], [len(ids) - 1], [len(ids) - 1], vocab=4096))
     page = plots.text_html(seen)
     assert "<b>" not in page and "\x1b" not in page
-    assert STORIES.decode(ids).replace("\x1b", "\u241b") in html.unescape(re.sub(r"<[^>]*>", "", page))
+    shown = html.unescape(re.sub(r"<[^>]*>", "", page))
+    assert STORIES.decode(ids).replace("\x1b", "\u241b") in shown
