@@ -102,9 +102,9 @@ class Copies:
 @dataclass(eq=False)
 class Arm:
     """A way to draft, and what it costs. drafting(n, g) is the cost, in target passes over one
-    token, of g tokens after n others. drafting(n, 0) is the part that occurs only once, to read what
-    others have written. `longest` is the longest draft, and `asking` the cost of its stop rule for
-    each token."""
+    token, of g tokens after n others. drafting(n, 0) is the part that occurs only once, to read
+    what others have written. `longest` is the longest draft, and `asking` is what its stop rule
+    costs for each token."""
     name: str
     drafter: Drafter
     drafting: Callable
@@ -112,7 +112,8 @@ class Arm:
     asking: float = 0.0
 
     def alone(self, longest, asks=False):
-        """Its drafter without Pace, for drafts of this length, whose rule may be asked for nothing."""
+        """Its drafter without Pace, for drafts of this length. With asks, its rule is asked, but
+        never stops."""
         drafter = copy.copy(self.drafter)
         drafter.rule = Calibrated([0.0] * longest, longest)
         drafter.rule.asks = asks

@@ -36,8 +36,8 @@ OF_THE_LAB = {"transfer": "lab/transfer.py:Transfer", "m2r2": "lab/m2r2.py:M2R2"
 
 class Plan(NamedTuple):
     """How a run drafts. make: () -> a new drafter, one for each run, because a rule learns from its
-    text. note: the line that the run prints about it. parts: () -> drafters that it may choose late,
-    so that a rehearsal has to try them all."""
+    text. note: the line that the run prints about it. parts: () -> drafters that it may choose
+    late, so that a rehearsal has to try them all."""
     draft: str
     make: Callable
     gamma: int
@@ -232,7 +232,7 @@ def auto(ask):
     if alone and not target.quantised and how.skip is None:
         found = trained_beside(folder, model)
     # trap: several processes would measure different costs, and so draft different tokens
-    large = size(model.blocks) >= MEASURED or model.tok.is_cuda     # a GPU waits for more than bytes
+    large = size(model.blocks) >= MEASURED or model.tok.is_cuda  # a GPU waits not only for bytes
     measured = alone and target.may_measure and large
     costs = kept_costs(model) if measured else byte_costs(model)
     rough = None
