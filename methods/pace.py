@@ -1,6 +1,6 @@
-"""Pace: before every draft, choose how to draft and how far, for the most tokens per second.
+"""Before every draft, choose how to draft and how far, for the most tokens per second.
 
-Costs are known before a round begins, in target passes over one token. Acceptance rates are learnt:
+Costs are known before a round begins, in target passes over one token. Acceptance rates are learnt,
 an arm's from its own drafts, and a copy's from the text, whether it was drafted or not.
 
 Guarantee: a round begins only if the balance covers its cost with nothing accepted, so the balance
@@ -31,7 +31,7 @@ class Forecast(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How a round drafts: with an arm, and what the round costs if it drafts 0, 1, ... tokens."""
+    """The arm that drafts in a round, and what the round costs if it drafts 0, 1, ... tokens."""
     arm: Arm
     costs: list
 
@@ -191,7 +191,7 @@ class Pace(Wrapper):
         self.copied.learn(self.lookup.matched, self.found, r.new)   # whichever arm drafted
 
     def summary(self):
-        """One line: how often each arm drafted, and its present estimates."""
+        """How often each arm drafted, and its present estimates, as one line."""
         why = {}
         for arm in self.arms:
             alpha = f"{arm.drafter.rule.skill.mean():.0%} accepted"
