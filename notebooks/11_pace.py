@@ -100,11 +100,11 @@ figure
 #
 # A draft can fail. But its cost is known before the round: each drafted token costs c, and their
 # number is fixed by then. Pace keeps a balance. It starts at two passes, the *stake*. Each written
-# token adds one pass, which is what it would have cost without drafting, and a small extra of half a percent.
+# token adds one pass, which is what it would have cost without drafting, and half a percent more.
 # Each round subtracts what it costs. A round begins only if the balance covers what it would lose
 # with nothing accepted, so the balance never falls below zero. That *is* the guarantee: by its
-# table of costs, Pace is never slower than plain decoding by more than half a percent and two passes. By the
-# clock, it holds as far as the table is right.
+# table of costs, Pace is never slower than plain decoding by more than half a percent and two
+# passes. By the clock, it holds as far as the table is right.
 #
 # To test it, we give Pace a useless draft: the second half of the model alone. We compare it with a
 # fixed rule that drafts two tokens with it in every round.
