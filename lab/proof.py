@@ -37,7 +37,7 @@ from machine.exact import Exact
 from machine.kept import hardware
 from machine.quant import KINDS, Int4, quantise, unpack_nibbles
 from machine.recorded import Recorded
-from machine.tapes import Graph, Joined, Program, Tape
+from machine.tapes import Graph, JoinedGraph, Program, Tape
 from machine.tolerance import distance
 from model import SPARE, Placement
 from speculative import rounds
@@ -158,7 +158,7 @@ def shape(a, page, name, c, read):
     ids = torch.randint(c.vocab_size, (64,), generator=torch.Generator().manual_seed(0)).tolist()
     bytes_read = 2 * (weight_costs(c).whole + L * c.n_kv_heads * c.head_dim * 2 * (64 + new / 2))
     on_gpu = a.device == "cuda"
-    tape = Joined if on_gpu else Tape
+    tape = JoinedGraph if on_gpu else Tape
 
     def speed(write, more=None):
         rate = new / interleave({"": write}, 1 if a.tiny else 3)[""]
@@ -178,7 +178,7 @@ def shape(a, page, name, c, read):
         return [token for _, r in rounds(model, [ids], new) for token in r.new[0]]
 
     page.row(f"{name}, plain, eager", lambda: speed(eager))
-    ways = ((1, Joined, ""), (1, Graph, ", kernels not joined"), (8, Joined, ", passes of 8"),
+    ways = ((1, JoinedGraph, ""), (1, Graph, ", kernels not joined"), (8, JoinedGraph, ", passes of 8"),
             (1, Program, ", one program"))
     for width, way, words in ways[: 4 if L <= 16 else 3]:   # a program of more takes too long to compile
         page.row(f"{name}, plain, recorded{words}",

@@ -14,7 +14,7 @@ import torch
 
 import files
 from machine.blocks import Piece, pad, widen
-from machine.tapes import Home, Joined
+from machine.tapes import Home, JoinedGraph
 from machine.tolerance import distance, tolerance
 from model import StandIn, Transformer
 
@@ -42,7 +42,7 @@ class Recorded(StandIn):
     the model later.
     """
 
-    def __init__(self, model, tape=Joined, widths=(1, 8), reach=REACH, say=None, lead=None,
+    def __init__(self, model, tape=JoinedGraph, widths=(1, 8), reach=REACH, say=None, lead=None,
                  exact=False):
         super().__init__(model)
         self.tape = tape

@@ -16,7 +16,7 @@ from kvcache import KVCache, prefill
 from layerskip import SelfDraft, without
 from machine.blocks import Piece, single
 from machine.recorded import Recorded
-from machine.tapes import Graph, Joined, Tape
+from machine.tapes import Graph, JoinedGraph, Tape
 from methods.trees import ancestors
 from model import Placement
 from sampling import Coins, to_probs
@@ -319,7 +319,7 @@ def test_what_cannot_be_compiled_is_recorded_as_it_is(models):
         assert generate(fast, PROMPTS[:1], 9) == generate(m, PROMPTS[:1], 9)
     assert fast.replays() and fast.alongside(m).tape is Tape
     assert said == ["recorded with more kernels, because of RuntimeError: no compiler"]
-    assert Joined.plainer is Graph
+    assert JoinedGraph.plainer is Graph
 
 
 def test_replays_wait_for_nothing(truth):
