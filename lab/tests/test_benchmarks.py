@@ -24,7 +24,7 @@ def test_every_quoted_command_and_link_works(monkeypatch):
     quoted = re.findall(r"(?:^|`)python (\w+\.py|-m lab\.\w+)(?![.\w]) ?([^`\n]*)", pages, re.M)
     assert {"-m lab.bench", "generate.py"} <= {name for name, _ in quoted}
     for name, flags in quoted:
-        PARSE[name](shlex.split(flags))
+        PARSE[name](shlex.split(flags, comments=True))
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
     assert set(re.findall(r"(?:^|`)make ([\w-]+)", BENCHMARKS + BOOK, re.M)) <= set(targets)
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", BENCHMARKS + BOOK):
