@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from control import MOST, Beta, expected_tokens, outcomes
+from control import MOST, expected_tokens
 from drafter import Drafter, ModelDraft, Rule
 from layerskip import SelfDraft, early_exit
 from methods.base import Reader
+from methods.counts import Beta, outcomes
 from methods.heads import pricing, shorter
 from methods.standin import ShortHead
 from sampling import raw_probs

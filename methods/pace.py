@@ -10,10 +10,11 @@ from collections import Counter
 from itertools import pairwise
 from typing import NamedTuple
 
-from control import MOST, Beta, weight_costs
+from control import MOST, weight_costs
 from drafter import Drafter, Wrapper
 from layerskip import same_model
 from methods.arms import FADE, KNOWN, Arm, candidates
+from methods.counts import Beta
 from methods.suffix import DEPTH, Suffix
 
 STAKE = 2.0     # passes that may be lost before anything is won
