@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
+
 from drafter import Rule
 from model import Config
 from sampling import raw_probs
@@ -176,6 +178,14 @@ class Confidence(Rule):
 
     def stop(self, k, logits, token):
         return (confidence(logits, token) < self.threshold).tolist()
+
+
+def acceptance_rate(p, q):
+    """How likely a token that is drawn from q is to be accepted. It is the sum of q min(1, p / q),
+    which equals the sum of min(p, q) (Leviathan et al. 2023, Corollary 3.6). p and q (..., V) ->
+    (...) float64"""
+    # trap: a float32 sum of probabilities can exceed 1
+    return torch.minimum(p, q).double().sum(-1).clamp(max=1)
 
 
 def confidence(logits, token):
