@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a model and its tokenizer, and back. (config.json: families.py)
+"""From a Hugging Face folder to a model and its tokenizer, and back. families.py reads config.json.
 
 The one thing to remember: `layout` says which tensors of a checkpoint each parameter holds. Loading
 copies them into it one by one, saving copies them out, and no pickle is ever opened.
@@ -26,11 +26,11 @@ BESIDE = (      # files that `save` writes as they were loaded
 def load(folder, device=None, dtype=None, quant=None, part=None):
     """(model, tokenizer) from a folder in the Hugging Face layout, of one of `families.FAMILIES`.
 
-    device: None is CUDA if there is one, else the CPU. dtype: None keeps the stored one. quant: a
-    function of a matrix, such as machine.quant.NF4, whose result replaces each matrix of the
-    blocks. part: this process's part of the model, a machine.parallel.Part. Loading needs memory
-    for the model and one more matrix. Raises FileNotFoundError or ValueError (one line) for what is
-    missing, damaged or unsupported.
+    The default `device` is CUDA if there is one, else the CPU, and the default `dtype` is the
+    stored one. `quant` is a function of a matrix, such as machine.quant.NF4, whose result replaces
+    each matrix of the blocks. `part` is this process's part of the model, a machine.parallel.Part.
+    Loading needs memory for the model and one more matrix. Raises FileNotFoundError or ValueError
+    if something is missing, damaged or unsupported.
     """
     folder = Path(folder)
     device = find_device(device)
@@ -98,7 +98,7 @@ def save(model, folder, tokenizer):
 def encode(tokenizer, text, bos=None, special=True):
     """The ids of a prompt, as `AutoTokenizer` makes them. The post-processor of tokenizer.json
     alone decides whether a begin-of-text id comes first. An empty prompt becomes `bos`, the model's
-    begin-of-text id. special: False for a chat template, which renders its special tokens."""
+    begin-of-text id. `special` is False for a chat template, which renders its special tokens."""
     with guarded("the tokenizer cannot take this prompt"):
         text.encode()   # a clearer error for invalid Unicode than the tokenizer's
         ids = tokenizer.encode(text, add_special_tokens=special).ids

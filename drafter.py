@@ -16,7 +16,8 @@ from model import SPARE, Placement, Transformer
 
 @dataclass
 class Reuse:
-    """What a draft with the target's own sub-layers computed, and the target's pass need not."""
+    """What the draft already computed with the target's own sub-layers, so the target can skip
+    it."""
     first: int                 # the pass begins at this sub-layer
     x: torch.Tensor            # (B, K+1, dim) what enters it
     trace: dict                # {tap: (B, K+1, dim)} of the taps before it
@@ -93,9 +94,9 @@ class Rule:
 class Drafter:
     """Where drafts come from. This one drafts nothing, which is plain decoding.
 
-    A whole number as `rule` stands for a Rule that always drafts so many. `taps` are the target's
+    A whole number as `rule` stands for a Rule that always drafts that many. `taps` are the target's
     sub-layers whose outputs the drafter reads. `begin` gets the outputs for the prompt, and
-    `Round.trace` holds those of a round.
+    `Round.trace` holds the outputs for a round.
     """
     taps: tuple[int, ...] = ()
 

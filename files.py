@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 
 def note(topic, line):
-    """A line on standard error, beside what a command prints."""
+    """A line on standard error, apart from what a command prints."""
     print(f"{topic}: {line}", file=sys.stderr, flush=True)
 
 
@@ -34,7 +34,7 @@ def begin(path, writer=""):
 
 
 def check_writable(path):
-    """Raise OSError, in one line, where `replacing` would fail only after minutes of work."""
+    """Raise OSError where `replacing` would fail only after minutes of work."""
     try:
         begin(path)[1].unlink()
     except OSError as e:
@@ -44,8 +44,8 @@ def check_writable(path):
 @contextmanager
 def replacing(path, writer=""):
     """A temporary path to write to, which replaces `path` once all is written. After a kill at any
-    moment either the old file is there or the new one. writer: part of the temporary name, if
-    several processes may write at once. Raises OSError, in one line, if it cannot be written."""
+    moment either the old file is there or the new one. `writer` is part of the temporary name, if
+    several processes may write at once. Raises OSError if it cannot be written."""
     temporary = None
     try:
         target, temporary, mode = begin(path, writer)
@@ -72,7 +72,7 @@ def write_file(path, text):
 
 
 def check_there(path):
-    """Raise FileNotFoundError, in one line, where there is no file. A pipe is one."""
+    """Raise FileNotFoundError where there is no file. A pipe counts as one."""
     if path.is_symlink() and not path.exists():
         raise FileNotFoundError(f"{path}: a link to nothing, as a download leaves it that broke "
                                 "off: download it again")
@@ -81,7 +81,7 @@ def check_there(path):
 
 
 def check_folder(folder):
-    """Raise FileNotFoundError, in one line, where there is no folder."""
+    """Raise FileNotFoundError where there is no folder."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: there is no such folder{download_first(folder)}")
 

@@ -4,7 +4,7 @@ origin.
     python generate.py "Once upon a time" --compare
     torchrun --nproc-per-node 2 generate.py "Once upon a time"      on two devices
 
-This is only the door. Everything behind it is in support/generate.py.
+The implementation is in support/generate.py.
 """
 import sys
 

@@ -9,7 +9,8 @@ The one thing to remember: rolling back is starting the next block earlier.
 
 So there is no truncation, no padding mask and no realignment. The rows of a batch advance at
 different rates for free, because a slot after the text is dead, and every mask hides it until it is
-overwritten. All this rests on one rule. A layer that runs a block must hold every slot before it.
+overwritten. One invariant makes this work: before a layer runs a block, its cache holds every
+earlier slot.
 """
 import torch
 

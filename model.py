@@ -304,9 +304,10 @@ class Transformer(nn.Module):
             sublayers: Sequence[int] | None = None, trace: dict | None = None, table=None,
             masks=None) -> torch.Tensor:
         """Apply `sublayers`, by default all, to x (B, T, dim), whose tokens stand `at` a Placement.
-        Number 2i is the attention of block i, and 2i+1 its MLP. Each key of `trace` is a sub-layer,
-        and its value becomes x (B, T, dim) after that sub-layer. A caller who has what `angles` and
-        `build_masks` return may pass it as `table` and `masks`."""
+        Number 2i is the attention of block i, and 2i+1 its MLP. Pass
+        `trace` as {sub-layer: None}, and `run` fills in the values, which are x (B, T, dim) after
+        each of these sub-layers. A caller who has what `angles` and `build_masks` return may pass
+        it as `table` and `masks`."""
         c = self.c
         start = 0                           # the first slot that sliding layers read
         if c.window is not None:

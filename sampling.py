@@ -54,7 +54,7 @@ def raw_probs(logits):
 
 
 def check(temperature=0.0, top_k=None, top_p=None, min_p=None):
-    """Raise ValueError, with a one-line message, for a sampling setting out of range."""
+    """Raise ValueError for a sampling setting out of range."""
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {temperature}")
     if top_k is not None and not (isinstance(top_k, int) and top_k >= 1):
@@ -131,9 +131,9 @@ class Coins:
         return self.take(prob.numel(), prob.device).view(prob.shape) < prob
 
     def settle(self, p, position, offset=0):
-        """Turn p (B, T, V) into what tokens are drawn from. Plain coins return it unchanged, and a
-        `Race` returns the one-hot of each winner. Each row of p describes the token after the one
-        at position + offset (B or 1, T)."""
+        """Turn p (B, T, V) into what tokens are drawn from. Plain coins return it unchanged. A
+        `Race` settles which token wins each position, and returns the winner's one-hot. Each row of
+        p describes the token after the one at position + offset (B or 1, T)."""
         return p
 
     def choose(self, weights):
@@ -194,5 +194,5 @@ class Race(Coins):
         number = first + torch.arange(V, device=p.device)                       # (B or 1, T, V)
         u = uniform(self.seeds.to(p.device)[:, None, None], number)
         arrives = u.neg_().log1p_().neg_() / p                                  # (B, T, V)
-        # trap: where p = 0 beside u = 0 it is NaN, which argmin takes for the least
+        # trap: where both p and u are 0 it is NaN, which argmin takes for the least
         return one_hot(arrives.nan_to_num_(nan=torch.inf).argmin(-1), p)

@@ -92,7 +92,7 @@ def one_round(state, drafter, verify, eos=frozenset()):
 
 def commit(state, r, accepted, token, eos):
     """Append the accepted tokens and the token after them to each row, and write down in the Round
-    what happened. It is the only wait for the device in a round without a stop rule."""
+    what happened. Without a stop rule, this is the round's only synchronisation with the device."""
     K = r.draft.tokens.shape[1]
     out = F.pad(r.draft.tokens, (0, 1)).scatter_(1, accepted[:, None], token[:, None])  # (B, K+1)
     state.tokens.scatter_(1, state.span(1, K + 2).slots, out)
@@ -260,7 +260,7 @@ class Round:
     gives the first four fields, and `commit` fills in the rest."""
     draft: Draft               # as verified: `length` leaves room for the token after the draft
     logits: torch.Tensor       # (B, K+1, V) after the soft-cap, before the temperature
-    p: torch.Tensor            # (B, K+1, V)
+    p: torch.Tensor            # (B, K+1, V) what tokens are drawn from; one-hots under a `Race`
     trace: dict                # {tap: (B, K+1, dim)} the residual stream after each of `taps`
     accepted: torch.Tensor | None = None    # (B,) on the CPU; never more than len(new)
     proposed: torch.Tensor | None = None    # (B,) on the CPU; drafted tokens up to an end of text
@@ -272,8 +272,8 @@ class Round:
 
 
 def check_prompts(model, prompts, max_new, names=None):
-    """Raise ValueError, with a one-line message, for prompts that cannot be continued. The message
-    calls them by their `names`."""
+    """Raise ValueError for prompts that cannot be continued. The message calls them by their
+    `names`."""
     c = model.c
     names = names or [f"prompt {b}" for b in range(len(prompts))]
     if max_new < 0:
@@ -292,8 +292,8 @@ def check_prompts(model, prompts, max_new, names=None):
 
 
 def check_finite(chances, dtype):
-    """Raise ValueError, with a one-line message, if a row has a probability that is NaN. Where a
-    logit is NaN or +inf, all are."""
+    """Raise ValueError if a row has a probability that is NaN. Where a logit is NaN or +inf, all
+    are."""
     for b, row in enumerate(chances):
         if math.isnan(sum(row)):
             raise ValueError(f"the model's logits for row {b} are NaN or infinite: "

@@ -92,9 +92,9 @@ def check_vocabulary(p, q):
 
 
 def against(p, q, tokens, length=None):
-    """The three things that drafted tokens are judged by. q (B, K, V) is one-hot if they were
-    copied, the ratio p / q (B, K) is taken at each of them, and `live` (B, K) tells which of the K
-    are the row's draft."""
+    """Returns (q, ratio, live), the inputs of both verifiers. q (B, K, V) is one-hot if the tokens
+    were copied. ratio (B, K) is p / q at each of them. live (B, K) tells which of the K tokens are
+    the row's draft."""
     check_vocabulary(p, q)
     if q is None:
         q = one_hot(tokens, p)

@@ -1,5 +1,5 @@
-"""Finds functions in source text and changes them. This one engine plants all mistakes: those that
-tests, the grader and the porting kit must notice, which stand in catalogues of one form.
+"""Finds functions in source text and changes them. The tests, the grader and the porting kit use it
+to plant mistakes, which are listed in catalogues of one format.
 
 It works on the code of one function as `ast.unparse` writes it, without its docstring. Comments,
 line breaks and the place of a function in its file therefore do not matter.
@@ -49,7 +49,8 @@ class Stale(Exception):
 
 
 def find(tree, scope):
-    """The function or class `scope` in a parsed file: the last one of that name, as in Python."""
+    """The function or class `scope` in a parsed file. The last one of that name counts, as in
+    Python."""
     node = tree
     for part in filter(None, scope.split(".")):
         kinds = ast.FunctionDef, ast.ClassDef
@@ -71,7 +72,7 @@ def bare(node):
 
 
 def normal(fragment):
-    """A fragment as `ast.unparse` writes it; one that is not Python by itself stays as it is."""
+    """A fragment as `ast.unparse` writes it. If it is not Python by itself, it stays as it is."""
     try:
         return ast.unparse(ast.parse(textwrap.dedent(fragment).strip()))
     except SyntaxError:
@@ -79,8 +80,8 @@ def normal(fragment):
 
 
 def change(source, scope, old, new):
-    """The source with `new` in place of `old` inside `scope` ("": the whole file). Raises Stale
-    unless `old` stands there exactly once."""
+    """The source with `new` in place of `old` inside `scope` (or anywhere in the file if that is
+    ""). Raises Stale unless `old` stands there exactly once."""
     node = find(ast.parse(source), scope)
     code, old, new = bare(node), normal(old), normal(new)
     depths = [" " * n for n in range(0, 40, 4)] if "\n" in old else [""]

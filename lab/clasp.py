@@ -1,5 +1,5 @@
-"""Skip sets chosen while the text is written, by dynamic programming over the residual stream: CLaSp, which
-skips a given number of blocks, and KnapSpec, which weighs attentions and MLPs by the time that they take. By
+"""Skip sets chosen while the text is written, by dynamic programming over the residual stream. CLaSp
+skips a given number of blocks, and KnapSpec weighs attentions and MLPs by the time that they take. By
 our tables an early exit gains more than either."""
 import torch
 
@@ -11,15 +11,15 @@ from layerskip import SelfDraft, same_model
 
 def nearest(states, run, times, most, least=-1.0):
     """For each time that skipping may save, from 1 to `most`, the units without which the residual stream
-    stays nearest to the target's, by cosine: [their numbers], None where no set saves just that; and the
-    states after the last unit (most + 1, N, dim), with nothing skipped at first.
+    stays nearest to the target's, by cosine. Returns [their numbers], None where no set saves just that, and
+    the states after the last unit (most + 1, N, dim), with nothing skipped at first.
 
     A unit is run or skipped as a whole, a block or a sub-layer. states[u] (N, dim): the target's residual
     stream at N places as it enters unit u, and at last as it leaves the last one. run(u, x) applies unit u to
     x (J, N, dim). times[u]: what skipping it saves, a whole number; 0: it is never skipped. least: a set
     whose cosine falls below it is given up.
 
-    The table: best[j] are the states after the units so far, of which skipping saved j. The next one is
+    In the table best[j] are the states after the units so far, of which skipping saved j. The next one is
     either run on best[j] or skipped from best[j - its time], whichever ends nearer to the target's states.
     """
     best = states[0].expand(most + 1, *states[0].shape).clone()                 # (J, N, dim)
@@ -44,7 +44,7 @@ def nearest(states, run, times, most, least=-1.0):
 
 
 class Nearest(SelfDraft):
-    """What both share: after the prompt, and then after every `every` tokens, `choose` sees the target's
+    """What both share. After the prompt, and then after every `every` tokens, `choose` sees the target's
     states as they enter each unit, and at last as they leave the last one, at some places (B, N)."""
 
     def __init__(self, model, units, rule, every):
@@ -111,8 +111,8 @@ class KnapSpec(Nearest):
     such time there is a set, and alpha is how often its best token was the target's at the last `window`
     places; the set and the length of the best expected speed draft, none if none gains.
 
-    Different here: times are those of a Costs table, by weights if none is given, and alpha starts from one
-    hit and one miss, since few places are counted. The first and the last block are always run, and sets
+    Two things differ here. Times come from a Costs table, by weights if none is given, and alpha starts from
+    one hit and one miss, since few places are counted. The first and the last block are always run, and sets
     whose cosine falls below a half are given up, as in the authors' code.
     """
 

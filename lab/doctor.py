@@ -10,8 +10,8 @@ of many such lines the last one counts.
 
 The last form needs no rates. Each run is the draft length K, the mean acceptance length and the
 milliseconds per token, and --plain gives the milliseconds per token without a draft. Two runs are
-enough, because tau * time / plain is the cost of a round, and this is a straight line in K: its
-slope is c, and where it starts is v.
+enough, because tau * time / plain is the cost of a round, and this is a straight line in K. Its
+slope is c, and it starts at v.
 
 c is the cost of a drafted token and v the cost of the target's pass over the draft, both relative
 to a pass over one token. In --passes the costs may have any unit.
@@ -67,9 +67,8 @@ def passes_of(pairs):
 
 
 def fitted(runs, plain):
-    """(c, v): the straight line through the costs of rounds, by least squares.
-
-    Rounds of 2.2, 2.3 and 2.4 passes with drafts of 2, 3 and 4 tokens:
+    """(c, v) of the straight line through the costs of rounds, by least squares. Here rounds cost
+    2.2, 2.3 and 2.4 passes with drafts of 2, 3 and 4 tokens.
 
     >>> c, v = fitted([(2, 2.0, 11), (3, 2.3, 10), (4, 2.4, 10)], 10)
     >>> round(c, 3), round(v, 3)
@@ -131,8 +130,8 @@ def alphas(rates):
 
 
 def best(alpha, cost, pass_cost):
-    """(K, speed-up) of the best draft length, 0 if none gains. alpha: by position; None counts as
-    0."""
+    """(K, speed-up) of the best draft length, 0 if none gains. alpha is given by
+    position, and None counts as 0."""
     gains = [1.0]
     tau = 1.0
     reach = 1.0

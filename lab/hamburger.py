@@ -1,4 +1,4 @@
-"""HAMburger (arXiv 2505.20438), a small reconstruction: NOT lossless, and NOT the model that it is made of.
+"""HAMburger (arXiv 2505.20438), a small reconstruction. It is NOT lossless and NOT the model it is made of.
 
 Several tokens share one entry, which is one key and one value in each block, and one step says all tokens of
 the next entry. As a writer it trusts its own guesses, so its text is another one. As a drafter, which the
@@ -11,9 +11,9 @@ untouched model checks, it is exact.
     a step     reads entry m, and says entry m + 1: its first token from the trunk's final state, each other
                token from a small decoder, which reads states of the trunk and the entry so far
 
-The trunk is a copy of a model and learns with the rest. The model itself, frozen, is the teacher: it says
-where entries end and what comes next (in the paper a text does). There is no cache here, to keep this short:
-each step reads all entries anew, and a cache with a slot for each entry would change only the time.
+The trunk is a copy of a model and learns with the rest. The model itself, frozen, is the teacher. It says
+where entries end and what comes next (in the paper a text does). There is no cache here, to keep this short.
+Each step reads all entries again, and a cache with a slot for each entry would change only the time.
 """
 import copy
 import os
@@ -54,7 +54,7 @@ class Hamburger(nn.Module):
         self.inner, self.last = fresh(dim, dim, std=0.02), fresh(1, dim)
 
     def compose(self, tokens, count):
-        """The compositional embedder: of the tokens (B, N, S) of each entry the first `count` (B, N) become
+        """The compositional embedder. Of the tokens (B, N, S) of each entry the first `count` (B, N) become
         one embedding (B, N, dim), their mean and what attention from it to each of them adds."""
         x, here = self.trunk.embed(tokens), torch.arange(self.most, device=tokens.device) < count[..., None]
         here[..., 0] = True                             # also in padding, which holds no token
@@ -66,7 +66,7 @@ class Hamburger(nn.Module):
         return mean + F.linear(y, self.out) * (count > 1)[..., None]            # one token stays as it is
 
     def read(self, tokens, count):
-        """The trunk's states of entries after each quarter of its blocks: (B, N, 4, dim)."""
+        """The trunk's states of entries after each quarter of its blocks. (B, N, 4, dim)"""
         trace = dict.fromkeys(self.taps)
         slots = torch.arange(count.shape[1], device=count.device)[None]
         at = Placement(count.cumsum(1) - 1, slots, 0, count.shape[1])
@@ -82,7 +82,7 @@ class Hamburger(nn.Module):
         return torch.cat([features[:, :, 3:], x[:, :, 4:]], 2)
 
     def ending(self, x):
-        """The stop head's logit (...): is the token that x (..., dim) says the last of its entry?"""
+        """The stop head's logit (...). Is the token that x (..., dim) says the last of its entry?"""
         return F.linear(F.silu(F.linear(self.trunk.norm(x), self.inner)), self.last)[..., 0]
 
     def stops(self, x, confidence):     # where the chance that the entry goes on is below `confidence`
@@ -93,8 +93,8 @@ class Hamburger(nn.Module):
 
 
 def begins(entropy, most):
-    """Which tokens begin an entry, (B, T), by the entropy (B, T) of what each was drawn from: where it is not
-    small, nor small beside the largest in the entry; and the first two, as what was given is not merged. Here
+    """Which tokens begin an entry, (B, T), by the entropy (B, T) of what each was drawn from. A token begins an entry where it is
+    not small, nor small compared with the largest in the entry. So do the first two, which were given. Here
     0.6 is less than 0.3 of 2.5, which stays the largest; 0.04 is almost 0; no entry has five.
 
     >>> entropy = torch.tensor([[9.0, 2.5, 0.6, 0.74, 0.76, 0.04, 0.2, 0.3, 0.01, 0.01, 0.01, 0.01],
@@ -161,7 +161,7 @@ def tune(burger, teacher, batches, rates=(3e-4, 2e-3)):
 
 
 def latest(burger, rows):
-    """What is known after each text, a list of entries, which are lists of ids: (B, 1, 4, dim)."""
+    """What is known after each text, a list of entries, which are lists of ids. (B, 1, 4, dim)"""
     S, N, device = burger.most, max(map(len, rows)), burger.trunk.tok.device
     rows = [row + [[]] * (N - len(row)) for row in rows]
     ids = torch.tensor([[entry + [0] * (S - len(entry)) for entry in row] for row in rows], device=device)
@@ -171,7 +171,7 @@ def latest(burger, rows):
 
 @torch.inference_mode()
 def write(burger, prompt, max_new, confidence):
-    """Write alone, greedily, and trust itself: yields the ids of each entry. The prompt is not merged."""
+    """Write greedily without any check, and yield the ids of each entry. The prompt is not merged."""
     row = [[t] for t in prompt]
     while max_new > 0:
         features = latest(burger, [row])
@@ -204,7 +204,7 @@ def score(burger, teacher, tokens, confidence):
 
 
 class BurgerDraft(Drafter):
-    """A drafter for the untouched model, which checks it: exact. A draft is what one step says; what a round
+    """An exact drafter, since the untouched model checks it. A draft is what one step says; what a round
     wrote, with the token that the target chose, is read as one entry."""
 
     def __init__(self, burger, confidence):
@@ -234,7 +234,7 @@ class BurgerDraft(Drafter):
 
 
 def untrained(model, gamma):
-    """A BurgerDraft of which nothing has learnt yet: `--draft lab/hamburger.py:untrained`."""
+    """A BurgerDraft of which nothing has learnt yet, as in `--draft lab/hamburger.py:untrained`."""
     return BurgerDraft(Hamburger(model, most=gamma + 1), confidence=0.4)
 
 

@@ -1,4 +1,4 @@
-"""M2R2 (arXiv 2502.02040), reconstructed: a second row of each token runs ahead through the first blocks. By
+"""M2R2 (arXiv 2502.02040), reconstructed. A second row of each token runs ahead through the first blocks. By
 our tables it is worth no more than a bare exit."""
 from functools import partial
 
@@ -25,14 +25,14 @@ class TwoRowDraft(SelfDraft):
 
 
 class M2R2(Head, StandIn):
-    """Accelerated residuals (M2R2, arXiv 2502.02040), our reading of the paper: no code is public.
+    """Accelerated residuals (M2R2, arXiv 2502.02040), in our reading of the paper, whose code is not public.
 
     Beside the ordinary row of each token a second one runs through the first E blocks, with the same weights
     and an adapter of rank r for each block: f <- block(f) + up down unit(f). After block i it should equal
     the ordinary row after block i L / E, and so at the exit the final one. It reads the ordinary keys and
     values of the tokens before it and its own, and writes none, so that the cache stays the target's. Both
-    rows are in one pass, which reads each weight once. Without adapters, rank 0, the second row is the first:
-    a bare early exit.
+    rows are in one pass, which reads each weight once. Without adapters, rank 0, the second row is the first,
+    which makes a bare early exit.
 
     rank: None for as many weights as Kangaroo's adapter has. align: what the distance from those
     states counts in training, beside the distributions. The head stands in for its model while it drafts.
@@ -89,6 +89,6 @@ class M2R2(Head, StandIn):
         return TwoRowDraft(self, rule)
 
     def besides(self):
-        """What counts in training besides the distributions: how far the accelerated states are from where
-        they belong."""
+        """What counts in training besides the distributions, which is how far the accelerated states are
+        from where they belong."""
         return self.shape["align"] * (unit(self.states) - unit(self.ahead)).pow(2).mean()

@@ -66,8 +66,8 @@ def accepted(judge, p, q, parents):
 
 
 def largest(c, A, b):
-    """The largest c x with A x <= b and x >= 0, for b >= 0: the simplex method. Of all columns that gain, and
-    of all rows that bound them, the first is taken (Bland 1977): so it ends."""
+    """The largest c x with A x <= b and x >= 0, for b >= 0, by the simplex method. Of all columns that gain,
+    and of all rows that bound them, the first is taken, so that it ends (Bland 1977)."""
     m, n = A.shape
     table = torch.cat([A, torch.eye(m).to(A), b[:, None]], 1)
     value = torch.cat([-c, torch.zeros(m + 1).to(c)])
@@ -117,8 +117,9 @@ def optimum(p, q, parents):
 
 
 def agreement(p, q, length):
-    """What no rule can exceed, even one that may change every later token: two texts of laws p and q begin
-    with the same i tokens at most 1 - TV of the time, where TV is that of their first i tokens."""
+    """What no rule can exceed, even one that may change every later token. Two texts with distributions p
+    and q begin with the same i tokens at most 1 - TV of the time, where TV is the total variation of their
+    first i tokens."""
     law = {(): (1.0, 1.0)}
     most = 0.0
     for _ in range(length):
@@ -132,8 +133,8 @@ def agreement(p, q, length):
 
 
 def pair(seed, depth=4):
-    """p and q at each path of fewer than `depth` tokens: the softmax of normal logits, and of these with
-    normal noise of the same size."""
+    """p and q at each path of fewer than `depth` tokens. p is the softmax of normal logits, and q the
+    softmax of these logits with normal noise of the same size."""
     generator = torch.Generator().manual_seed(seed)
     p = {}
     q = {}

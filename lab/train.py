@@ -1,4 +1,4 @@
-"""Training tiny models that can be left early: LayerSkip's recipe (Elhoushi et al. 2024) for both families.
+"""Train tiny models of both families that can be left early, by LayerSkip's recipe (Elhoushi et al. 2024).
 
     python -m lab.train --out my-model --data stories.txt=2 code.txt --valid stories-valid.txt --tokens 8e6
 
@@ -129,7 +129,7 @@ def losses(model, batch, sublayers, exit_layer=None, distil=0.0):
 
     The early exit uses the final norm and head, which all exits share. Its targets are the labels and, for
     the share `distil`, the final distribution of this same pass, as acceptance compares the two (soft labels:
-    Hinton et al. 2015, arXiv 1503.02531). No gradient flows into that target: else the whole model would
+    Hinton et al. 2015, arXiv 1503.02531). No gradient flows into that target, because then the whole model would
     learn to be as simple as its exit.
     """
     tokens, labels = batch[:, :-1].long(), batch[:, 1:].long().flatten()        # (B, T), (B*T,)

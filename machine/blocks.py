@@ -1,4 +1,4 @@
-"""A pass as a function of tensors, which is what can be recorded; and one whose small kernels are
+"""A pass as a function of tensors, so that it can be recorded, and the same with its small kernels
 joined.
 
 All blocks of a model compute the same function with different weights. So each kind of sub-layer is
@@ -17,8 +17,8 @@ from model import Placement
 
 
 class Slots(KVCache):
-    """Some layers of a cache, {layer: (keys, values)}, (B, Hkv, S, D) each, as inputs of a
-    recording. slots (B, T): where it writes."""
+    """Some layers of a cache as inputs of a recording. `layers` maps each to its keys and values,
+    (B, Hkv, S, D) each, and slots (B, T) are the ones it writes to."""
 
     def __init__(self, c, layers, slots):
         self.layers = layers
@@ -35,8 +35,8 @@ class Slots(KVCache):
 
 
 def widen(at, dead, end):
-    """The Placement with as many dead tokens after the block, in a cache of which `end` slots are
-    read. Beyond the last slot there is nothing to write to."""
+    """The Placement with `dead` dead tokens after the block, in a cache of which `end` slots are
+    read. Tokens beyond the last slot write to it."""
     if dead == 0:
         return at._replace(first=0, end=end, same=False)
     steps = torch.arange(1, dead + 1, device=at.slots.device)
@@ -56,14 +56,14 @@ def widen(at, dead, end):
 
 
 def pad(x, width):
-    """x (B, T, dim) with dead rows after it: (B, width, dim)."""
+    """x (B, T, dim) with dead rows after it. (B, width, dim)"""
     if x.shape[1] < width:
         x = F.pad(x, (0, 0, 0, width - x.shape[1]))
     return x.contiguous()
 
 
 class Piece(NamedTuple):
-    """Some sub-layers of a pass, as a function of tensors: it returns x after each of the `traced`
+    """Some sub-layers of a pass, as a function of tensors. It returns x after each of the `traced`
     ones and after the last, (N, B, W, dim). Masks and slots of a chain are made inside, because
     starting a kernel takes longer than running it, and a recording starts all of them at once.
     """
@@ -72,8 +72,9 @@ class Piece(NamedTuple):
     chain: bool     # whether the tokens stand one after another, slot = position
 
     def placed(self, model, at, B, W):
-        """The tensors of a call that differ between two blocks: the first slot of a chain (B, 1);
-        else slots and positions (B, W), and masks (1 or 2, B, 1, 1, W, S)."""
+        """The tensors of a call that differ between two blocks. For a chain this is its first slot
+        (B, 1). For any other block these are slots and positions (B, W), and masks
+        (1 or 2, B, 1, 1, W, S)."""
         if self.chain:
             return [at.slots[:, :1].expand(B, 1).contiguous()]
         here = [t.expand(B, W).contiguous() for t in (at.slots, at.positions)]
@@ -81,9 +82,9 @@ class Piece(NamedTuple):
         return [*here, masks.expand(-1, B, *masks.shape[2:]).contiguous()]
 
     def unpack(self, model, W, tensors):
-        """(Placement, masks, (cos, sin), cache) of a block of W tokens. tensors: those of `placed`,
-        the angles of all slots that are read (S, D), and keys and values of each attention. All
-        layers read S slots, sliding ones, too."""
+        """(Placement, masks, (cos, sin), cache) of a block of W tokens. `tensors` are the ones from
+        `placed`, then the angles of all slots that are read (S, D), then keys and values of each
+        attention. All layers read S slots, even sliding ones."""
         slots, *tensors = tensors
         if self.chain:
             cos, sin, *caches = tensors
@@ -107,8 +108,8 @@ class Piece(NamedTuple):
         return torch.stack([*trace.values(), y])
 
     def joined(self, compiled, model, x, *tensors):
-        """The same with each sub-layer by `compiled`, a compiled `single`: Inductor joins the small
-        kernels."""
+        """The same with each sub-layer by `compiled`, a compiled `single`, whose small kernels
+        Inductor joins."""
         at, masks, table, cache = self.unpack(model, x.shape[1], tensors)
         states = {}
         for i in self.sublayers:
@@ -156,7 +157,7 @@ def shell(model, i):
 
 
 def any_length(dim, *tensors):
-    """Tell the compiler that these differ in length, so that one program serves all."""
+    """Tell the compiler that these tensors vary in length, so that one program serves all."""
     for t in tensors:
         torch._dynamo.maybe_mark_dynamic(t, dim)
 
@@ -168,7 +169,7 @@ NO_PATTERNS = {"pattern_matcher": False}
 
 @cache
 def compiled(f):
-    """f, compiled once for all models, and anew for each shape."""
-    # trap: after eight, which is usual, it gives up silently
+    """f, compiled once for all models, and again for each shape."""
+    # trap: after eight compilations, the default, it gives up silently
     torch._dynamo.config.recompile_limit = 64
     return torch.compile(f, options=NO_PATTERNS)

@@ -1,9 +1,10 @@
-"""The same text, to the bit: a row of logits that depends on its text, not on its pass.
+"""The same text, to the bit. A row of logits depends on its text, not on its pass.
 
 Two runs differ where the same row is rounded differently in a pass over one token than in a pass
-over four: another routine multiplies, or a sum over the slots is split differently. The loops of
-machine/rows.cpp have one order of sums for any number of rows, and there nothing else is needed.
-Elsewhere, as on a GPU, every pass here has eight rows and reads all slots of its cache.
+over four, because another routine multiplies, or because a sum over the slots is split differently.
+The loops of machine/rows.cpp have one order of sums for any number of rows, and nothing else is
+needed there. Elsewhere, for example on a GPU, every pass here has eight rows and reads all slots of
+its cache.
 """
 import copy
 from weakref import WeakKeyDictionary
@@ -19,9 +20,9 @@ ROWS = 8    # of every pass
 
 
 class Exact(StandIn):
-    """Every pass with a cache reads `ROWS` tokens of one text. A longer one is cut into pieces,
-    also a prompt; a shorter one gets dead rows, which land after the block, where nothing is read.
-    Raises ValueError for a tree: its keys stand in other slots until they are accepted, and sums
+    """Every pass with a cache reads `ROWS` tokens of one text. Longer blocks, prompts included, are
+    split. Shorter ones are padded with dead rows after the block, where nothing reads. Raises
+    ValueError for a tree, because its keys stand in other slots until they are accepted, and sums
     over them round differently.
     """
 
@@ -67,7 +68,7 @@ class Exact(StandIn):
 
 
 class ExactRows(FewRows):
-    """The same where the loops of machine/rows.cpp run: all passes are made of them."""
+    """The same where the loops of machine/rows.cpp run, which then compute all passes."""
     many = True
 
     def run(self, x, at, cache=None, sublayers=None, trace=None):
@@ -89,12 +90,12 @@ def part(cache, b):
 
 
 def fast(model):
-    """The model in fast passes: recorded on a GPU, in C++ on a CPU."""
+    """The model in fast passes, which are recorded on a GPU and in C++ on a CPU."""
     return Recorded(model) if model.tok.is_cuda else FewRows(model)
 
 
 def exactly(model, recorded=True):
-    """The model in exact passes. recorded: on a GPU they are recorded."""
+    """The model in exact passes, which are recorded on a GPU if `recorded` is true."""
     rows = ExactRows(model)
     if rows.replays():
         return rows

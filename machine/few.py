@@ -1,9 +1,9 @@
-"""Passes over few rows on a CPU, in one call each: a stand-in for the model.
+"""A stand-in for the model, which computes a pass over few rows on a CPU in one call.
 
 A pass of a small model is hundreds of tiny operations, and starting them takes longer than
 computing them. `pass.cpp` has all of them as loops. So a block of up to `FEW` tokens costs what its
-bytes cost, and a row of logits has the same bits in every block. What is longer, such as a prompt,
-goes to PyTorch, where products of many rows are faster.
+bytes cost, and a row of logits has the same bits in every block. Longer blocks, such as prompts, go
+to PyTorch, where products of many rows are faster.
 """
 import ctypes
 from ctypes import byref, c_long
@@ -26,8 +26,8 @@ MATRICES = "attn.wqkv", "attn.wo", "mlp.gate_up", "mlp.down"
 
 class FewRows(StandIn):
     """Stands in for a Transformer that is not being trained. Do not move, cast or train the model
-    later: the loops keep addresses."""
-    many = False    # whether passes over more than `FEW` rows are made of the loops, too
+    later, because the loops keep addresses."""
+    many = False    # whether the loops also compute passes over more than `FEW` rows
 
     def __init__(self, model):
         super().__init__(model)
@@ -61,7 +61,7 @@ class FewRows(StandIn):
 
     @torch.inference_mode()
     def check(self):
-        """Compare a pass over three tokens with the model's own. What differs is not used."""
+        """Compare a pass over three tokens with the model's own. If it differs, it is not used."""
         subs = [2 * i + kind for i, b in enumerate(self.blocks)
                 for kind, name in enumerate(("attn", "mlp")) if name in b._modules]
         g = torch.Generator().manual_seed(0)
@@ -78,7 +78,7 @@ class FewRows(StandIn):
             files.note("rows", f"passes stay eager, because those of pass.cpp are off by {off:.2g}")
 
     def block(self, i):
-        """The Block of block i; None if a matrix is of a kind that the loops do not know. The
+        """The Block of block i, or None if a matrix is of a kind that the loops do not know. The
         blocks of trained heads may lack some parts."""
         parts = dict(self.blocks[i].named_modules())
         tensors = dict(self.blocks[i].named_parameters())
@@ -94,7 +94,7 @@ class FewRows(StandIn):
         return Block(*norms, bias, *there, window or 0)
 
     def floats(self, norm):
-        """The address of a norm's weight in float32, as it multiplies; None if there is no norm."""
+        """The address of a norm's factors in float32, or None if there is no norm."""
         if norm is None or isinstance(norm, nn.Identity):
             return None
         return self.keep(norm.offset + norm.weight.detach().float())
@@ -104,7 +104,7 @@ class FewRows(StandIn):
         return self.kept[-1].data_ptr()
 
     def takes(self, count):
-        """Whether a pass over so many rows is made of the loops."""
+        """Whether the loops compute a pass over this number of rows."""
         return self.many or count <= FEW
 
     @torch.inference_mode()
@@ -145,8 +145,9 @@ class FewRows(StandIn):
         return out[-1]
 
     def listed(self, sublayers, traced):
-        """(the sub-layers, for each its place among the outputs or -1) as addresses, and the
-        sub-layers whose outputs are returned, the last one's last."""
+        """The addresses of two arrays, and a list. The arrays hold the sub-layers, and the place of
+        each among the outputs (or -1). The list holds the sub-layers whose outputs are returned,
+        and ends with the last one."""
         key = sublayers, traced
         if key not in self.lists:
             taps = [i for i in sublayers if i in traced or i == sublayers[-1]]
@@ -157,7 +158,7 @@ class FewRows(StandIn):
         return self.lists[key]
 
     def masks(self, at, B):
-        """Who sees whom, for a tree: (1 or 2, B, T, end) bytes, without and with a window."""
+        """Who sees whom in a tree, without and with a window, as (1 or 2, B, T, end) bytes."""
         positions, slots = torch.broadcast_tensors(at.positions, at.slots)
         windows = [None] if self.c.window is None else [None, self.c.window]
         seen = [visible(positions, slots, at.end, at.tree, window) for window in windows]

@@ -1,4 +1,4 @@
-"""Fused attention, which reads long prompts: PyTorch's kernel in place of the explicit products.
+"""Fused attention for long prompts, by PyTorch's kernel in place of the explicit products.
 
 Explicit attention writes a score for each pair of tokens to memory, and reads it again for the
 soft-cap, the mask, the softmax and the sum. A fused kernel (FlashAttention, arXiv 2205.14135) keeps
@@ -8,13 +8,13 @@ import torch.nn.functional as F
 
 from model import Attention, rotate
 
-LONG = 64       # tokens from which on a block is read by the kernel
+LONG = 64       # the kernel reads blocks of at least this many tokens
 CHUNK = 512     # tokens of a prompt that are read at once
 
 
 class Fused(Attention):
-    """Attention without a soft-cap, on a CPU, with the weights of an explicit one. A model of half
-    types keeps its keys in float32 there; for this product they are rounded, as on a GPU."""
+    """Attention without a soft-cap, on a CPU, with the weights of an explicit one. A model in half
+    precision keeps its keys in float32 there. For this product they are rounded, as on a GPU."""
 
     def __init__(self, attention):
         vars(self).update(vars(attention))

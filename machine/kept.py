@@ -22,7 +22,7 @@ def cache_file(name):
 
 
 def keep(path, content):
-    """Write bytes to a file in the cache folder. Raises OSError, in one line, if that fails."""
+    """Write bytes to a file in the cache folder. Raises OSError if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, f".{os.getpid()}") as temporary:
         temporary.write_bytes(content)

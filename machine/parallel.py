@@ -1,4 +1,4 @@
-"""One model on several devices: tensor parallelism, for what no single one can hold.
+"""One model on several devices, by tensor parallelism, if no single device can hold it.
 
 Every process runs the same loop on the same tokens, but keeps only some heads of each attention,
 some columns of each MLP and some rows of the output head. Two all-reduces per block restore the
@@ -8,8 +8,8 @@ full state.
 
     each process keeps      of                          and then
     some rows               wqkv, gate_up               goes on alone, with its part of the cache
-    some columns            wo, down                    an all-reduce adds up the results: `Added`
-    some rows               the output head             an all-gather joins the results: `Joined`
+    some columns            wo, down                    an all-reduce adds up the results (`Added`)
+    some rows               the output head             an all-gather joins the results (`Joined`)
     everything              embeddings, norms           has what the others have
 
 So the logits are the same bits everywhere, and so are the tokens drawn from them. If two GPUs
@@ -68,14 +68,13 @@ class Part(NamedTuple):
 
 
 def here():
-    """The Part of this process: its rank, and the number of processes."""
+    """The Part of this process, with its rank and the number of processes."""
     alone = not (dist.is_available() and dist.is_initialized())
     return Part(0, 1) if alone else Part(dist.get_rank(), dist.get_world_size())
 
 
 def talk(collective, *args):
-    """All processes call this together. Raises ConnectionError, in one line, if one of them does
-    not."""
+    """All processes call this together. Raises ConnectionError if one of them does not."""
     try:
         collective(*args)
     except RuntimeError as e:
@@ -98,7 +97,7 @@ class Added(Matrix):
 
 
 class Joined(Matrix):
-    """A matrix split by rows, of which each process has equally many: if N rows cannot be shared
+    """A matrix split by rows. Each process has the same number of rows. If N cannot be divided
     evenly, the last process repeats some rows of the one before it."""
 
     def __init__(self, own, N):
@@ -116,7 +115,7 @@ class Joined(Matrix):
         return torch.cat([*parts[:-1], parts[-1][..., self.twice :]], -1)
 
     def __getitem__(self, ids):
-        """Some rows, on every process: what a `ShortHead` copies. (len(ids), K)"""
+        """Some rows, on every process, for a `ShortHead` to copy. (len(ids), K)"""
         own = self.own.full(self.dtype) if isinstance(self.own, Matrix) else self.own
         return self.gather(own.T.contiguous()).T[ids]
 
@@ -138,7 +137,7 @@ def unite(model):
 
 
 class Agreed(Coins):
-    """A wrapper around coins: every process gets what rank 0 drew."""
+    """A wrapper around coins, which gives every process what rank 0 drew."""
 
     def __init__(self, coins):
         self.coins = coins
@@ -158,8 +157,8 @@ class Agreed(Coins):
 
 
 def agreed(value):
-    """The value that rank 0 has; any other process may have another, as one with random numbers of
-    its own does. Tensors must be on the CPU."""
+    """The value that rank 0 has. Another process may have a different one, for example from random
+    numbers of its own. Tensors must be on the CPU."""
     if here() == (0, 1):
         return value
     box = [value]
@@ -208,7 +207,7 @@ def together():
         talk(dist.barrier)
         dist.destroy_process_group()
     except Exception:
-        with suppress(RuntimeError):    # the process with the store is gone
+        with suppress(RuntimeError):    # the process with the store may have ended
             if store.add("spoken", 1) > 1:
                 raise SystemExit(2) from None
         raise

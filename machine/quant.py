@@ -1,4 +1,4 @@
-"""Fewer bits: matrices in int8, int4 or NF4, which replace the model's own.
+"""Quantised matrices in int8, int4 or NF4, which replace the model's own.
 
 The model uses its matrices in `F.linear` only, and `F.linear` lets its arguments take over by
 `__torch_function__`. So an object that computes its own product can be a matrix, and model.py stays
@@ -29,7 +29,7 @@ from machine.rows import FEW, FLOATS, Weight, describe
 from model import put
 
 SHARE = 32      # weights of int4 that share a step and an offset
-STEP = 64       # weights that a product reads together: rows of whole numbers are padded to that
+STEP = 64       # weights that a product reads together; rows are padded to a multiple of it
 BLOCK = 64      # weights that share a magnitude
 GROUP = 256     # magnitudes that share a scale
 ROWS = 64       # quantised at a time, so that temporary memory stays small
@@ -40,8 +40,8 @@ def codebook():
     al. 2023, QLoRA, section 3 and appendix E). (16,) float32, rising from -1 to 1
 
     They are quantiles of the normal distribution, 8 of its upper half and 7 of its lower half, and
-    0, so that 0 is exact. The probability beyond the outermost is half that of one level of 15 or
-    of 16: the mean of 1/30 and 1/32.
+    0, so that 0 is exact. The probability beyond the outermost is the mean of 1/30 and 1/32, which
+    are half the share of one level among 15 and among 16.
 
     >>> codebook()[:4]
     tensor([-1.0000, -0.6962, -0.5251, -0.3949])
@@ -57,12 +57,12 @@ def codebook():
 
 
 def nonzero(scale):
-    """Scales to divide by: if all weights are 0, any will do."""
+    """Scales to divide by. If all weights are 0, any scale will do."""
     return scale.masked_fill(scale == 0, 1)
 
 
 class Matrix(nn.Module):
-    """What `F.linear` may get in place of a matrix (N, K) of this dtype."""
+    """An object that `F.linear` accepts in place of an (N, K) matrix of this dtype."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -85,12 +85,12 @@ class Matrix(nn.Module):
         return F.linear(x, self.full(x.dtype))
 
     def __getitem__(self, rows):
-        """Some rows of a head, for a draft vocabulary: the plain matrix."""
+        """Some rows of a head, for a draft vocabulary, as a plain matrix."""
         return self.full(self.dtype)[rows]
 
 
 class Looped(Matrix):
-    """A plain matrix, whose product with few rows is that of machine/rows.cpp."""
+    """A plain matrix, whose product with few rows machine/rows.cpp computes."""
 
     def __init__(self, w):
         super().__init__(w.dtype)
@@ -109,8 +109,8 @@ class Whole(Matrix):
     """A matrix of whole numbers, `codes`. Few rows on a CPU are multiplied with the codes as they
     are (machine/rows.cpp), and all others with the full matrix, which is rebuilt for that.
 
-    rounds: x is rounded as well, to int8 with a scale for each 64 numbers. Then a product costs
-    what its bytes cost. A draft may do so, because only the target decides what is written.
+    With `rounds`, x is rounded as well, to int8 with a scale for each 64 numbers. Then a product
+    costs what its bytes cost. A draft may do so, because only the target decides what is written.
     """
     rounds = False
 
@@ -122,17 +122,17 @@ class Whole(Matrix):
         return rows.call(rows.library(), x, weight, x.dtype)
 
     def __getitem__(self, ids):
-        """Some rows of a head, for a draft vocabulary: in the same bits."""
+        """Some rows of a head, for a draft vocabulary, in the same bits."""
         some = copy.copy(self)
         some._buffers = {name: t[ids] for name, t in self._buffers.items()}
         return some
 
-    def detach(self):   # as a tensor has it; nothing here is trained
+    def detach(self):   # as tensors have it; nothing here is trained
         return self
 
 
 class Int8(Whole):
-    """Row n is codes[n] * scale[n]: the largest magnitude of a row becomes 127."""
+    """Row n is codes[n] * scale[n]. The largest magnitude of a row becomes 127."""
 
     def __init__(self, w):
         super().__init__(w.dtype)
@@ -157,8 +157,8 @@ class Int8(Whole):
 
 
 def pack_nibbles(codes):
-    """Numbers from 0 to 15 (N, K), K a multiple of 64, as bytes (N, K / 2): of each 64 the first 32
-    in the low bits, the others in the high bits.
+    """Pack numbers from 0 to 15 (N, K), where K is a multiple of 64, into bytes (N, K / 2). The
+    first 32 of each 64 go to the low bits, and the others to the high bits.
 
     >>> pack_nibbles(torch.tensor([[1] * 32 + [2] * 31 + [15]]))[0, -2:].tolist()
     [33, 241]
@@ -174,8 +174,8 @@ def unpack_nibbles(packed):
 
 
 class Int4(Whole):
-    """Weight k of a group is offset + code * step: its least becomes 0, its largest 15. A shorter
-    last group of a row is padded with zeros."""
+    """Weight k of a group is offset + code * step. The smallest weight becomes 0, and the largest
+    15. A shorter last group of a row is padded with zeros."""
 
     def __init__(self, w):
         super().__init__(w.dtype)
@@ -205,11 +205,12 @@ class Int4(Whole):
 
 
 class NF4(Matrix):
-    """Two levels per byte; each block of 64 along a row is multiplied by its largest magnitude.
+    """A byte holds two levels, and each block of 64 along a row is multiplied by its largest
+    magnitude.
 
-    The magnitudes are stored in 8 bits, too ("double quantisation", section 3): minus their mean,
-    and with one scale per 256 of them. The paper uses 8-bit floats there, this class whole numbers.
-    A shorter last block of a row is padded with zeros.
+    The magnitudes are themselves quantised to 8 bits ("double quantisation", section 3), after
+    their mean is subtracted, with one scale per 256 of them. The paper uses 8-bit floats there, and
+    this class whole numbers. A shorter last block of a row is padded with zeros.
     """
 
     def __init__(self, w):
@@ -249,9 +250,10 @@ KINDS = {"int8": Int8, "int4": Int4, "nf4": NF4}
 
 def quantise(model, kind="int8", head=None, rounds=False):
     """A copy of a model with quantised matrices in its blocks. Embeddings, norms and head are
-    shared with the model, not copied. head: the kind of the output head, if that is quantised as
-    well. rounds: see `Whole`; for a copy that only drafts. A quantised model is quantised again
-    from its present values. Cast a model before this, not after it, or the scales are cast, too."""
+    shared with the model, not copied. `head` is the kind of the output head, if it is quantised as
+    well. `rounds` is for a copy that only drafts (see `Whole`). A quantised model is quantised
+    again from its present values. Cast a model before this, because a later cast would include the
+    scales."""
     model = model.bare()
     twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for module in list(twin.blocks.modules()):
@@ -264,7 +266,7 @@ def quantise(model, kind="int8", head=None, rounds=False):
         w = twin.tok if twin.head is None else twin.head
         if isinstance(w, Matrix):
             w = w.full(model.tok.dtype)
-        if w is None:   # several processes share it: each quantises its own rows
+        if w is None:   # several processes share it, and each quantises its own rows
             put(twin.head, "own", KINDS[head](twin.head.own.detach()))
         else:
             put(twin, "head", KINDS[head](w.detach()))
@@ -275,7 +277,7 @@ def quantise(model, kind="int8", head=None, rounds=False):
 
 
 def rebuild(twin):
-    """Put the full matrices in place of those in few bits: no product has to rebuild its own."""
+    """Replace quantised matrices by full ones, so that no product has to rebuild its own."""
     for module in list(twin.modules()):
         for name, w in list(module.named_children()):
             if isinstance(w, Matrix):

@@ -1,9 +1,9 @@
-"""Recorded passes on a GPU: a stand-in that records a pass once and replays it from then on.
+"""Recorded passes on a GPU. A stand-in records a pass once and replays it from then on.
 
 A pass of a small model is hundreds of tiny operations, and most of its time goes into starting
-them. A CUDA graph starts all of them at once, but it freezes shapes, addresses and Python numbers:
-whatever differs between two rounds must be one of its inputs, or part of the key that it is stored
-under. On a CPU `machine.few` does the same in one call of C++.
+them. A CUDA graph starts all of them at once, but it freezes shapes, addresses and Python numbers.
+So whatever differs between two rounds must be one of its inputs, or part of the key that it is
+stored under. On a CPU `machine.few` does the same in one call of C++.
 """
 import math
 from collections import Counter
@@ -23,7 +23,7 @@ REACH = 256     # texts up to this length share their recordings
 
 
 class Key(NamedTuple):
-    """What a recording freezes. piece: None for the output head."""
+    """What a recording freezes. `piece` is None for the output head."""
     piece: Piece | None
     rows: int               # texts
     width: int              # tokens of a block
@@ -33,7 +33,7 @@ class Key(NamedTuple):
 
 class Recorded(StandIn):
     """Stands in for a Transformer that is not being trained. Passes over blocks of at most
-    widths[-1] tokens are replayed from recordings, those of trees included; all others run eagerly.
+    widths[-1] tokens, trees included, are replayed from recordings. All others run eagerly.
 
     `tape` is the class that records, by default CUDA graphs of joined kernels. A block is padded to
     the next of `widths` with dead tokens, whose keys go to the spare slots of a cache. `say` is
@@ -51,14 +51,14 @@ class Recorded(StandIn):
         self.reach = reach
         self.say = say or partial(files.note, "recorded")
         self.exact = exact
-        self.tapes = {}         # {key: tape} of all that reads no cache
-        self.homes = []         # of the others, which read one cache
+        self.tapes = {}         # {key: tape} of functions that read no cache
+        self.homes = []         # one for each cache that the others read
         self.seen = set()       # keys that ran eagerly once
         self.failed = Counter()     # {key: recordings that failed their check}
         self.refused = set()    # keys that stay eager
         self.frozen = False
         self.lead = lead or self            # once the lead is frozen, nothing new is recorded
-        model.angles(1)         # trap: the table may be that of another dtype
+        model.angles(1)         # trap: the table may still have another dtype
 
     def rehearse(self, write):
         """Call write() twice, which records all that it needs. From then on nothing new is
@@ -89,7 +89,7 @@ class Recorded(StandIn):
         return states[-1][:, :T]
 
     def states(self, piece, x, at, cache):
-        """What `piece` returns for x, replayed; None if it should run eagerly."""
+        """What `piece` returns for x, replayed, or None if it should run eagerly."""
         B, T, _ = x.shape
         W = self.width(T)
         if W is None:
@@ -97,7 +97,7 @@ class Recorded(StandIn):
         S = cache.k.shape[3]
         end = at.end + W - T
         if at.same and (at.first == 0 or end > S):
-            return None     # first is 0 in a prompt, which is read once: recording would not pay
+            return None     # first is 0 in a prompt, which is read once, so recording would not pay
         cos, sin = self.angles_read(min(end, S), S)
         tapes = self.home(cache).tapes      # trap: a new cache may change its memory here
         key = Key(piece, B, W, len(cos), (x.dtype, cache.k.dtype))
@@ -108,7 +108,7 @@ class Recorded(StandIn):
         return self.play(tapes, key, piece, inputs, [cos, sin, *layers])
 
     def home(self, cache):
-        """The Home of a cache: a new one moves into the memory of another of its size."""
+        """The Home of a cache. A new cache moves into the memory of another of its size."""
         for home in self.homes:
             if home.cache() is cache:
                 return home
@@ -123,12 +123,12 @@ class Recorded(StandIn):
         return home
 
     def width(self, T):
-        """What a block of T tokens is padded to; None if it runs eagerly."""
+        """The width that a block of T tokens is padded to, or None if it runs eagerly."""
         return next((width for width in self.widths if width >= T), None)
 
     def angles_read(self, end, slots):
-        """[cos, sin] for a `Piece`: the table of angles for all positions that are read,
-        (reach, D) each. There are few reaches, as each needs a recording."""
+        """[cos, sin] for a `Piece`, which are the angles of all positions that are read, (reach, D)
+        each. There are few reaches, because each needs a recording."""
         count = 1 + math.ceil(math.log2(max(1, slots / self.reach)))
         step = 8 * math.ceil(slots / (8 * count))
         reach = min(slots, step * math.ceil(end / step))
@@ -136,7 +136,7 @@ class Recorded(StandIn):
 
     @torch.inference_mode()
     def unembed(self, x, only=None):
-        """`Transformer.unembed`; eagerly with a head of few rows, which is no more than a
+        """`Transformer.unembed`. A head of few rows runs eagerly, because it is no more than a
         product."""
         T = x.shape[1]
         width = self.width(T)
@@ -150,15 +150,15 @@ class Recorded(StandIn):
         return y[:, :T]
 
     def replays(self):
-        """Whether any pass is replayed: none may have passed its check."""
+        """Whether any pass is replayed. If no recording passed its check, none is."""
         return any(self.all_tapes())
 
     def all_tapes(self):
         return [self.tapes, *(home.tapes for home in self.homes)]
 
     def play(self, tapes, key, f, inputs, fixed):
-        """f(model, *inputs, *fixed), replayed; None if it should run eagerly, as when it is seen
-        for the first time."""
+        """f(model, *inputs, *fixed), replayed. It is None if f should run eagerly, for example the
+        first time that it is seen."""
         new = key not in tapes and key not in self.refused and not self.lead.frozen
         if new and (self.exact or key in self.seen):
             self.record(tapes, key, f, inputs, fixed)
@@ -190,7 +190,7 @@ class Recorded(StandIn):
         pairs = zip([got, *fixed[2:]], [want, *kept[2:]], strict=True)
         off = [distance(a, b) for a, b in pairs]
         most = tolerance(want.dtype, len(sublayers))
-        if all(d <= most for d in off):     # trap: of NaN and a number, `max` can take either
+        if all(d <= most for d in off):     # trap: `max` of NaN and a number can be either
             tapes[key] = tape
             return
         for t, before in zip(fixed, kept, strict=True):

@@ -26,12 +26,12 @@ from machine.kept import cache_file, hardware, keep
 
 FEW = 16    # rows up to which the loop is faster than the library's product
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}    # a `Kind` in rows.cpp
-INT8, INT4, ROUNDED = 3, 4, 2      # of int8 and int4; what rounding x adds to them
+INT8, INT4, ROUNDED = 3, 4, 2      # kinds int8 and int4, and what rounding x adds to a kind
 SOURCES = [Path(__file__).with_name(name) for name in ("rows.cpp", "bits.cpp", "pass.cpp")]
 
 
 class Weight(Structure):
-    """`Weight` in rows.cpp. It holds addresses only: its tensors must outlive it."""
+    """`Weight` in rows.cpp. It holds addresses only, so its tensors must outlive it."""
     _fields_ = [("data", c_void_p), ("scale", c_void_p), ("groups", c_void_p),
                 ("n", c_long), ("k", c_long), ("kind", c_long)]
 
@@ -66,7 +66,7 @@ class Pass(Structure):
 
 
 def compiler():
-    """The C++ compiler's command. Raises FileNotFoundError, in one line, if there is none."""
+    """The C++ compiler's command. Raises FileNotFoundError if there is none."""
     usual = "clang++" if sys.platform == "darwin" else "g++"
     command = os.environ.get("CXX", usual)
     if not shutil.which(command):
@@ -75,7 +75,7 @@ def compiler():
 
 
 def flags():
-    """Flags for this machine. What may not be among them: -ffast-math, which reorders sums."""
+    """Flags for this machine. -ffast-math must not be among them, because it reorders sums."""
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     threads = [] if sys.platform == "darwin" else ["-fopenmp"]
     return ["-O3", "-std=c++17", native, *threads, "-fno-math-errno", "-fno-trapping-math",
@@ -84,7 +84,7 @@ def flags():
 
 def build(path):
     """Compile the sources, and keep the result in the file `path`. Returns the library. Raises
-    OSError or ValueError, in one line, where it cannot be compiled or does not pass its check."""
+    OSError or ValueError if it cannot be compiled or does not pass its check."""
     command = compiler()
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / path.name
@@ -104,7 +104,7 @@ def build(path):
 
 @cache
 def library():
-    """The compiled functions; None, after one line that says why, where there are none."""
+    """The compiled functions. If there are none, print one line that says why, and return None."""
     try:
         version = subprocess.run([compiler(), "--version"], capture_output=True).stdout
         facts = [source.read_bytes() for source in SOURCES]
@@ -143,8 +143,8 @@ def check(lib):
 
 
 def describe(w):
-    """The Weight of a matrix: a contiguous tensor on the CPU, or a `quant.Matrix` that stores whole
-    numbers. None for any other."""
+    """The Weight of a matrix, which is a contiguous tensor on the CPU, or a `quant.Matrix` that
+    stores whole numbers. It is None for any other."""
     if isinstance(w, torch.Tensor):
         if w.is_cuda or w.dtype not in FLOATS or not w.is_contiguous():
             return None
@@ -153,7 +153,7 @@ def describe(w):
 
 
 def multiplies(model):
-    """Whether the products of this model's few rows are those of machine/rows.cpp."""
+    """Whether machine/rows.cpp computes this model's products of few rows."""
     return model.tok.dtype in FLOATS and not model.tok.is_cuda and library() is not None
 
 

@@ -1,5 +1,5 @@
-"""Recordings of a pass: simulated ones for tests, and CUDA graphs; and the memory of the caches
-whose addresses a graph holds.
+"""Recordings of a pass, which are simulated ones for tests and CUDA graphs, and the memory of the
+caches whose addresses a graph holds.
 """
 import math
 from functools import partial
@@ -11,9 +11,9 @@ from machine.blocks import Piece, compiled, single
 
 
 class Tape:
-    """A simulated recording: each replay runs f again, but on its own buffers, which the inputs are
-    copied to, and into memory that the next replay of any tape overwrites, as with graphs that
-    share memory. f(model, *inputs, *fixed): `fixed` stay where they are."""
+    """A simulated recording of f(model, *inputs, *fixed). Each replay runs f again, but on its own
+    buffers, to which the inputs are copied, and into memory that the next replay of any tape
+    overwrites, like graphs that share memory. The `fixed` tensors are not copied."""
     plainer = None      # the class that records what this one cannot
     made = WeakSet()
 
@@ -49,7 +49,7 @@ class Tape:
 class Graph(Tape):
     """A CUDA graph. All of them share one pool of scratch memory, as only one runs at a time."""
     pool = None
-    newest = None   # trap: a pool whose graphs are all gone takes no other
+    newest = None   # trap: a pool whose graphs have all been deleted accepts no other
 
     def record(self):
         Graph.pool = Graph.pool or torch.cuda.graph_pool_handle()
@@ -74,8 +74,8 @@ class Joined(Graph):
 
 
 class Program(Graph):
-    """A graph of one compiled program for all sub-layers of a pass. Kernels are joined across them,
-    too; but compiling takes longer, the more sub-layers there are."""
+    """A graph of one compiled program for all sub-layers of a pass. Kernels are joined even across
+    sub-layers, but compiling takes longer with each one."""
     plainer = Joined
 
     def prepare(self, f, model):

@@ -91,7 +91,7 @@ def facts(folder):
 
 def load(folder, model, kinds=KINDS):
     """The head that `save` wrote, on this model and in its dtype, with the draft vocabulary that it
-    learnt, if one lies beside it, and recorded if the model is. Raises ValueError, in one line, for
+    learnt, if one lies beside it, and recorded if the model is. Raises ValueError for
     a file that is missing or damaged or was made for a model of another shape or vocabulary."""
     path = Path(folder) / FILE
     vocab = Path(folder) / VOCAB

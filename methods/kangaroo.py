@@ -40,7 +40,10 @@ class Kangaroo(ExitBlock):
 
 class ExitDraft(Reader, SelfDraft):
     """Early exit with an adapter before the model's head, whose cache holds the text before D. The
-    paper's second early exit is the rule `control.Confidence(0.6)`."""
+    paper's second early exit is the rule `control.Confidence(0.6)`.
+
+    The bases are called in the order Reader, SelfDraft, Drafter. So `Reader.begin` and
+    `Reader.observe` extend those of SelfDraft, and SelfDraft's `propose` is the one that runs."""
 
     def __init__(self, head, rule):
         sublayers = early_exit(head.model.c.n_layers, head.price.trunk)

@@ -1,6 +1,6 @@
-"""Pace: before every draft, choose how to draft and how far, for the most tokens per second.
+"""Before every draft, choose how to draft and how far, for the most tokens per second.
 
-Costs are known before a round begins, in target passes over one token. Acceptance rates are learnt:
+Costs are known before a round begins, in target passes over one token. Acceptance rates are learnt,
 an arm's from its own drafts, and a copy's from the text, whether it was drafted or not.
 
 Guarantee: a round begins only if the balance covers its cost with nothing accepted, so the balance
@@ -20,7 +20,7 @@ from methods.suffix import DEPTH, Suffix
 STAKE = 2.0     # passes that may be lost before anything is won
 RISK = 0.01     # what exploring may cost, as a share of plain decoding
 MARGIN = 0.05   # an arm must promise this much more than plain decoding
-REST = 0.02     # of the time: choosing takes no more of it while nothing gains
+REST = 0.02     # share of the time that choosing may take while no arm gains
 COPY = 7  # tokens that may be copied: with the last one a block of eight, as recorded ones are
 
 
@@ -32,7 +32,7 @@ class Forecast(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How a round drafts: with an arm, and what the round costs if it drafts 0, 1, ... tokens."""
+    """The arm that drafts in a round, and what the round costs if it drafts 0, 1, ... tokens."""
     arm: Arm
     costs: list
 
@@ -90,7 +90,7 @@ class Pace(Wrapper):
         return Forecast(n, room, self.whole(n) / self.costs.whole)
 
     def cost(self, arm, g):
-        """The cost, in passes, of a round: an arm drafts g tokens, and the target verifies them."""
+        """The cost, in passes, of a round in which the target verifies g tokens of an arm."""
         return arm.drafting(self.now.n, g) + self.passes[1 + g]
 
     def covered(self, cost):
@@ -179,7 +179,7 @@ class Pace(Wrapper):
         self.read(r)
 
     def read(self, r):
-        """Count what would have been copied, whichever arm drafted: the text shows it."""
+        """Count what would have been copied, which the text shows, whichever arm drafted."""
         for copy, m, new in zip(self.found, self.lookup.matched, r.new, strict=True):
             same = [x == y for x, y in zip(copy, new, strict=False)]
             if same:
@@ -189,7 +189,7 @@ class Pace(Wrapper):
                 copied.add(right, right < len(same))
 
     def summary(self):
-        """One line: how often each arm drafted, and its present estimates."""
+        """How often each arm drafted, and its present estimates, as one line."""
         why = {}
         for arm in self.arms:
             alpha = arm.drafter.rule.skill.mean()

@@ -39,7 +39,7 @@ def read_template(folder):
     if older.is_file() and "added_tokens_decoder" not in config:
         config |= read_json(older)
     source = read_text(file) if file.is_file() else config.get("chat_template")
-    if isinstance(source, list):    # some models have one for tools, too
+    if isinstance(source, list):    # some models also have one for tools
         source = {t.get("name"): t.get("template") for t in source}.get("default")
     if not isinstance(source, str):
         raise ValueError(f"{folder}: no chat template, so this is a base model: prompt it without "

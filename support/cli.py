@@ -1,6 +1,7 @@
 """What the command lines share. Bad input is one clear line and exit status 2, never a traceback.
 
-A ValueError or an OSError is a message to the user; anything else is our own bug.
+A ValueError or an OSError is a one-line message to the user, wherever it is raised. Any other
+exception is our own bug.
 """
 import argparse
 import io
@@ -26,9 +27,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def skip_set(text):
-    """The blocks whose attention is skipped, those whose MLP is skipped, and how far to draft (None
-    if that is left open). text: "a3,m4", which skips attention 3 and MLP 4, or a file of
-    search.py."""
+    """The blocks whose attention is skipped, the blocks whose MLP is skipped, and how far to draft
+    (None if that is left open). `text` may be "a3,m4", which skips attention 3 and MLP 4, or a file
+    of search.py."""
     names = [name.strip() for name in str(text).split(",")]
     if all(re.fullmatch(r"[am][0-9]{1,6}", name) for name in names):
         attn, mlp = ([int(name[1:]) for name in names if name[0] == kind] for kind in "am")
@@ -43,7 +44,7 @@ def skip_set(text):
 
 
 def read_skip(text, n_layers):
-    """The sub-layers that stay when those of `skip_set` are skipped."""
+    """The sub-layers that stay when the ones in `skip_set` are skipped."""
     attn, mlp, _ = skip_set(text)
     return without(n_layers, attn, mlp)
 
@@ -68,8 +69,9 @@ def read_input():
 
 
 def main(run, argv):
-    """Exit status: what run(argv) returns, or 0; 2 after bad input, with one line; 130 after
-    Ctrl-C; 141 if the program that reads our output has ended."""
+    """Returns the exit status, which is what run(argv) returns, or 0. It is 2 after bad input, with
+    one line that says why, 130 after Ctrl-C, and 141 if the program that reads our output has
+    ended."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # not so in a notebook
         sys.stdout.reconfigure(errors="replace")  # the encoding of a pipe may lack most characters
     try:
@@ -89,7 +91,7 @@ def main(run, argv):
         if not memory and not any(word in str(e) for word in words):
             raise
         message = ("not enough memory for this model, batch and context: "
-                   "try smaller ones, or a half dtype")
+                   "try smaller ones, or half precision")
     except KeyboardInterrupt:
         return 130
     line = "".join(char if char.isprintable() else "\ufffd" for char in " ".join(message.split()))

@@ -35,8 +35,8 @@ OF_THE_LAB = {"transfer": "lab/transfer.py:Transfer", "m2r2": "lab/m2r2.py:M2R2"
 
 
 class Plan(NamedTuple):
-    """How a run drafts. make: () -> a new drafter, one for each run, because a rule learns from its
-    text. note: the line that the run prints about it."""
+    """How a run drafts. make() returns a new drafter, one for each run, because a rule learns from
+    its text. `note` is the line that the run prints about it."""
     draft: str
     make: Callable
     gamma: int
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class How:
-    """The flags that say how to draft; None where a flag is not given."""
+    """The flags that say how to draft. A flag that is not given is None."""
     draft: str | None = None
     exit_layer: int | None = None
     skip: str | None = None
@@ -67,7 +67,8 @@ class Target(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """What a run asks of a source. `kind` is a key of SOURCES, and gamma is the longest draft."""
+    """A request to a source, which is the flags, the target, the kind (a key of SOURCES) and
+    gamma."""
     how: How
     target: Target
     kind: str
@@ -78,14 +79,14 @@ class Ask(NamedTuple):
         return self.target.model
 
     def limit(self):
-        """What a drafter takes as its rule: gamma, or a new Rule of --rule."""
+        """What a drafter takes as its rule, which is gamma, or a new Rule of --rule."""
         if self.how.rule is None:
             return self.gamma
         return own.rule(self.how.rule, self.gamma)
 
     def plan(self, make, where="", draft=None):
-        """The Plan of a drafter. make(limit) -> Drafter; draft: its name, if that is not the
-        kind."""
+        """The Plan of a drafter. make(limit) returns the Drafter. `draft` is its name, if that is
+        not the kind."""
         draft = draft or self.kind
         note = f"draft: {draft}{where}, gamma {self.gamma}"
         if self.how.rule is not None:
@@ -99,7 +100,7 @@ class Ask(NamedTuple):
         return ShortHead(model, read_vocab(self.how.draft_vocab, model.c.vocab_size))
 
 
-# --- the sources: each makes a Plan
+# --- the sources, each of which makes a Plan
 
 
 def none(ask):
@@ -144,8 +145,8 @@ def other_model(ask):
 
 
 def load_small(folder, target, quant=None):
-    """The model in a folder as a draft for the target, computed in the same way. quant: the kind
-    of its matrices, if they are quantised."""
+    """The model in a folder as a draft for the target, computed in the same way. `quant` is the
+    kind of its matrices, if they are quantised."""
     model = target.model
     other, own_tokenizer = checkpoint.load(folder, model.tok.device, model.tok.dtype)
     if own_tokenizer.get_vocab() != target.tokenizer.get_vocab():
@@ -194,7 +195,7 @@ def trained(ask):
         gamma = min(longest, MOST if how.tree or how.rule else 3)
     shape = None
     if how.tree and gamma > 0:
-        head.drafter(gamma)     # refuses what a chain of this length is refused for
+        head.drafter(gamma)     # raises what a chain of this length would raise
         levels = min(longest, gamma)
         price = heads.pricing(head)(0)
         shape = best_tree(head.ranks, how.tree, price, 0.0, head.branches, levels) or [0]
@@ -213,7 +214,7 @@ def kinds_of(folder):
 
 
 def auto(ask):
-    """A Pace with the usual candidates, and with what is named or lies beside the weights."""
+    """A Pace over the usual candidates, and over what is named or lies beside the weights."""
     how = ask.how
     target = ask.target
     model = target.model
@@ -251,14 +252,14 @@ def auto(ask):
 
 
 def named_or_beside(path, beside, read, size):
-    """read(path, size); without a path, of the file beside the weights; None if there is none."""
+    """read(path, size), by default of the file beside the weights, or None if there is none."""
     if path is not None:
         return read(path, size)
     return cli.read_beside(beside, read, size)
 
 
 def trained_beside(folder, model):
-    """The trained heads beside the weights, in heads/KIND. Those of another shape are left out."""
+    """The trained heads beside the weights, in heads/KIND. Heads of another shape are left out."""
     files = (Path(folder) / "heads" / kind / heads.FILE for kind in heads.KINDS)
     found = [cli.read_beside(file, lambda file: heads.load(file.parent, model)) for file in files]
     return [head for head in found if head]
@@ -272,7 +273,8 @@ def from_a_file(ask):
 
 
 class Source(NamedTuple):
-    """A row of the table. make: Ask -> Plan; gamma: the default; flags: those that go with it."""
+    """A row of the table. make(Ask) returns a Plan, `gamma` is the default, and `flags` are the
+    ones that go with it."""
     make: Callable
     gamma: int
     flags: tuple = ()
@@ -304,7 +306,7 @@ def add_flags(group):
         help=f"{', '.join(NAMED)}; or a folder with a small model of the same tokenizer, or "
              "with trained heads; or your own, FILE.py:NAME, where NAME is (model, gamma) -> "
              "Drafter. auto (the default) chooses before every draft what promises most; "
-             f"{' and '.join(KINDS)} draft with the model itself in few bits; from "
+             f"{' and '.join(KINDS)} draft with the model itself, quantised; from "
              f"{next(iter(heads.KINDS))} on the names are trained heads, read from heads/HOW "
              "in the model's folder")
     add("--exit-layer", type=int, metavar="E",
@@ -325,7 +327,7 @@ def add_flags(group):
         help="auto: choose among the usual drafts and this small model, which needs the same "
              "tokenizer")
     add("--draft-quant", choices=KINDS,
-        help="store the matrices of the small model in few bits (--draft DIR or --draft-model)")
+        help="quantise the matrices of the small model (--draft DIR or --draft-model)")
 
 
 def source_of(how):
@@ -347,7 +349,7 @@ def source_of(how):
 
 
 def check_flags(how):
-    """Raises ValueError, in one line, for flags that do not go together."""
+    """Raises ValueError for flags that do not go together."""
     kind = source_of(how)
     given = {flag: value for flag, value in vars(how).items() if value is not None}
     for flag in FLAGS:
@@ -369,14 +371,14 @@ def check_flags(how):
 
 
 def check_processes(how):
-    """Raises ValueError, in one line, for what goes with one process only."""
+    """Raises ValueError for what goes with one process only."""
     if SOURCES[source_of(how)].make is trained and parallel.here()[1] > 1:
         raise ValueError("trained heads read whole matrices of the model, and several processes "
                          "hold only parts of them: run one process, or choose another --draft")
 
 
 def load_own(how):
-    """Run the reader's own files before a model is loaded, so that what is wrong there shows at
+    """Run the reader's own files before a model is loaded, so that mistakes in them show at
     once."""
     for text in (how.draft, how.rule):
         if text is not None and own.names_a_file(text):

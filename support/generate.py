@@ -98,10 +98,10 @@ def parser():
         help="the same text to the bit with every draft, at any temperature: a row of logits "
              "depends on its text alone, and random numbers belong to a position and a row of the "
              "batch")
-    add("--quant", choices=KINDS, help="store the matrices of the model's blocks in few bits")
+    add("--quant", choices=KINDS, help="quantise the matrices of the model's blocks")
     add = p.add_argument_group("what is shown").add_argument
     add("--compare", action="store_true",
-        help="time plain decoding, too, and compare the two texts")
+        help="also time plain decoding, and compare the two texts")
     add("--picture", metavar="FILE", help="write the coloured text as an SVG (first prompt)")
     add("--page", metavar="FILE",
         help="write a page that steps through the run in a browser (first prompt)")
@@ -110,8 +110,7 @@ def parser():
 
 
 def parse(argv):
-    """The Options. Raises ValueError, in one line, for flags that are wrong or do not go
-    together."""
+    """The Options. Raises ValueError for flags that are wrong or do not go together."""
     a = parser().parse_args(argv)
     check(a)
     given = dict(vars(a))
@@ -151,7 +150,7 @@ def check(a):
 
 
 def texts_of(options):
-    """The texts to continue, each under what a message calls it. There is one, or the batch of
+    """The texts to continue, by the names that messages give them. There is one, or the batch of
     --prompt-file."""
     file = options.prompt_file
     if file is not None:
@@ -199,12 +198,12 @@ class Writer:
         self.eos = set(model.c.eos)
 
     def rounds(self, drafter, player=None):
-        """What `speculative.rounds` yields. player: the page's, to record coins and
+        """What `speculative.rounds` yields. The page's `player` records coins and
         distributions."""
         s = self.options.sampling
         look = to_probs
         coins = Coins(s.seed)
-        if self.options.exact and s.temperature > 0:    # greedily nothing depends on them
+        if self.options.exact and s.temperature > 0:    # at 0 nothing depends on them
             coins = Race(row_seeds(s.seed, len(self.prompts)))
         if player:
             coins = player.coins
@@ -229,8 +228,8 @@ class Writer:
         self.model.rehearse(write)
 
     def watch(self, drafter, player=None):
-        """One run as a show.Generation. A single text is printed while it is written. player: the
-        page's, which receives every round."""
+        """One run as a show.Generation. A single text is printed while it is written. The page's
+        `player` receives every round."""
         seen = show.Generation(self.tokenizer, self.prompts, drafter)
         colour = show.colours(sys.stdout)
         opening = [show.paint([(prompt, None)]) for prompt in seen.prompts]
@@ -268,7 +267,7 @@ def load_model(options):
 
 
 def stood_in(model, options):
-    """What stands in for the model while it writes."""
+    """The model in the passes that --exact or --fast ask for."""
     if options.exact:
         return exactly(model, options.fast)
     if options.fast:
@@ -324,7 +323,8 @@ def run(options):
 
 
 def main(argv=None):
-    """Exit status: 0; 1: an unexplained difference (--compare); 2: bad input; 130: Ctrl-C."""
+    """Returns the exit status of `cli.main`, or 1 after a difference that --compare cannot
+    explain."""
     def start(argv):
         options = parse(argv)
         with parallel.together(), own.blamed(options.how.draft, options.how.rule):

@@ -1,4 +1,4 @@
-"""What the parts of a pass cost on this machine, as measured or as tables in files say.
+"""What the parts of a pass cost on this machine, by measurement or from tables in files.
 
 A table of costs decides how a text is drafted, never what it says. No two measurements are the
 same, and a run repeats round by round only with the same table. So a table is measured once per
@@ -73,7 +73,7 @@ def measure_costs(model, repeats=50):
         return verify(to_probs(logits, 1.0), None, tokens[:, 1:T], coins), raw_probs(logits)
 
     parts = {i: partial(eager.run, x, here, cache, [i]) for i in range(2 * model.c.n_layers)}
-    # trap: a pass takes longer after other work. In plain decoding it follows a pass, so here, too
+    # trap: a pass takes longer after other work. It follows a pass here, as in plain decoding
     passes = {}
     for T in WIDTHS:
         passes[T, "before"] = partial(read, 1)
@@ -101,7 +101,7 @@ def measure_costs(model, repeats=50):
 
 @torch.inference_mode()
 def measure_step(model, twin, context=CONTEXT):
-    """What a token takes in a model that drafts, the twin, relative to one in the model."""
+    """The time of a token in a model that drafts, the twin, relative to one in the model."""
     steps = {"model": one_token(model, context), "twin": one_token(twin, context)}
     model.rehearse(lambda: [act() for act in steps.values()])
     times = interleave(steps, 20)
@@ -125,7 +125,7 @@ def one_token(model, context=CONTEXT):
 
 
 def read_costs(path, c):
-    """The Costs in a file with their fields, for a model of this Config; all but "sublayers" and
+    """The Costs in a file with their fields, for a model of this Config. All but "sublayers" and
     "head" may be missing. Raises ValueError for any other file."""
     raw = read_json(Path(path))
     with guarded(f"{path}: not a table of costs for this model, as lab.bench costs --out writes "
@@ -154,9 +154,9 @@ def kept_costs(model):
     try:
         keep(path, json.dumps(vars(costs)).encode())
         note("costs", f"kept for later runs; if the machine was busy, delete {path} to measure "
-                      "anew")
+                      "again")
     except OSError as e:
-        note("costs", f"not kept, so the next run measures anew: {e}")
+        note("costs", f"not kept, so the next run measures again: {e}")
     return costs
 
 

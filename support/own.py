@@ -17,7 +17,7 @@ from drafter import Draft, Drafter, Reuse, Rule, Wrapper
 from machine import parallel
 from methods.trees import Tree
 
-WATCHED = 8     # rounds in which the cache is compared: all of it is read twice for that
+WATCHED = 8     # rounds in which the cache is compared, which reads all of it twice
 
 
 def names_a_file(text):
@@ -27,7 +27,7 @@ def names_a_file(text):
 
 @cache
 def load_object(text):
-    """The object NAME of FILE.py. Raises ValueError or FileNotFoundError, in one line."""
+    """The object NAME of FILE.py. Raises ValueError or FileNotFoundError."""
     file, _, name = text.rpartition(":")
     path = Path(file).resolve()
     if not path.is_file():
@@ -35,7 +35,7 @@ def load_object(text):
     spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module     # trap: a dataclass looks up the module that it stands in
-    sys.path.append(str(path.parent))   # its own imports, from beside it
+    sys.path.append(str(path.parent))   # its own imports, from the same folder
     with blamed(text):
         spec.loader.exec_module(module)
     there = vars(module)
@@ -46,7 +46,7 @@ def load_object(text):
 
 
 def drafter(text, model, gamma):
-    """The drafter NAME(model, gamma). gamma: a number, or the Rule of --rule."""
+    """The drafter NAME(model, gamma), where gamma is a number, or the Rule of --rule."""
     found = made(text, Drafter, "(model, gamma)", model, gamma)
     where = line_of(text, type(found), load_object(text))
     if not isinstance(found, Wrapper) and not isinstance(vars(found).get("rule"), Rule):
@@ -71,7 +71,7 @@ def rule(text, gamma):
 
 
 def made(text, kind, takes, *args):
-    """NAME(*args), which must be a `kind`. Raises ValueError, in one line."""
+    """NAME(*args), which must be a `kind`, or ValueError is raised."""
     build = load_object(text)
     try:
         inspect.signature(build).bind(*args)
@@ -135,9 +135,8 @@ class Called:
 
 
 class Checked(Called, Wrapper):
-    """Around a reader's drafter. It says in one line what is wrong with a draft, where the loop
-    would fail later, far from the cause. It cannot see whether q is what the tokens were drawn
-    from."""
+    """Around a reader's drafter. It reports what is wrong with a draft, before the loop fails later
+    and far from the cause. It cannot see whether q is what the tokens were drawn from."""
 
     def __init__(self, text, drafter):
         Wrapper.__init__(self, drafter)
@@ -226,7 +225,7 @@ def fault(draft, state):
 
 
 def fault_of_q(q, tokens, live, V, state):
-    """The same for its q. live (B, K): the places that count."""
+    """The same for its q. live (B, K) marks the places that count."""
     shape = (*tokens.shape, V)
     if not is_tensor(q, state) or not q.is_floating_point() or q.shape != shape:
         return (f"Draft.q must be (B, K, V) = {shape}, the distributions that the tokens were "
@@ -259,7 +258,7 @@ def in_words(value):
 
 
 class CheckedRule(Called, Rule):
-    """Around a reader's rule. It says in one line what is wrong with what the rule returns."""
+    """Around a reader's rule. It reports what is wrong with what the rule returns."""
 
     def __init__(self, text, rule):
         self.text = text

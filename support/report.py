@@ -10,7 +10,8 @@ REPEATS = 3     # interleaved runs in --compare, after a warm-up of each
 
 
 def of_run(options, model, plan, texts, seen):
-    """What --json prints about a run. texts: the prompts; seen: the show.Generation."""
+    """What --json prints about a run. `texts` are the prompts, and `seen` is the
+    show.Generation."""
     n = seen.counts
     outputs = []
     for text, row in zip(texts, seen.rows, strict=True):
@@ -46,13 +47,13 @@ def of_run(options, model, plan, texts, seen):
 
 
 def speed(tokens, reading, seconds):
-    """Tokens and seconds of one run. seconds: those after the prompts were read."""
+    """Tokens and seconds of one run. `seconds` begins after the prompts were read."""
     return {"new_tokens": tokens, "reading_seconds": reading, "seconds": seconds,
             "tokens_per_second": tokens / seconds if seconds else 0.0}
 
 
 def against_plain(writer, plan, printed, judged):
-    """Time drafted and plain decoding in turn. judged: whether the printed texts must be the plain
+    """Time drafted and plain decoding in turn. If `judged`, the printed texts must be the plain
     ones."""
     prompts = writer.prompts
     makers = {"drafted": plan.make, "plain": lambda: None}
@@ -86,7 +87,7 @@ def summary(r, seen):
 
 
 def rates(r):
-    """How fast the run was, in one line."""
+    """How fast the run was."""
     line = f"{r['tokens_per_second']:.0f} tokens/s in {r['dtype']} on {r['device']}"
     line += f", {r['threads']} threads"
     if r["quant"]:
@@ -106,7 +107,7 @@ def rates(r):
 
 
 def verdict(r):
-    """Whether the text is that of plain decoding, in one line."""
+    """Whether the text is the same as in plain decoding."""
     d = r["first_divergence"]
     if r["identical"] is None:
         return ("sampled texts may differ: drafting spends more random numbers (compare at "

@@ -89,7 +89,8 @@ def resume(path, header, keys):
 
 
 def skip_file(space, entry):
-    """What generate.py --skip reads, which blocks lose their attention or MLP, and the gain."""
+    """The content of a file for generate.py --skip. It names the blocks that lose their attention
+    or MLP, and the gain."""
     attn, mlp = skipped(space.n_layers, space.sublayers([int(b) for b in entry["bits"]]))
     gamma = entry["gamma"] if entry["speedup"] > 1 else 0
     return {"attn": attn, "mlp": mlp, "gamma": gamma, "alpha": entry["alpha"], "c": entry["c"],
@@ -106,7 +107,7 @@ def run(argv):
                          "not all")
     costs = read_costs(a.costs, c) if a.costs else weight_costs(c)
     probs, short = partial(to_probs, temperature=a.temperature, top_p=a.top_p), None
-    if a.draft_vocab:  # count each document's end of text, too: drafts should know it
+    if a.draft_vocab:  # also count each document's end of text, which drafts should know
         texts = [checkpoint.encode(tokenizer, text) + list(c.eos[:1]) for text in documents]
         vocab = most_frequent(texts, a.draft_vocab)
         short = ShortHead(model, vocab["ids"])

@@ -11,7 +11,7 @@ from files import write_file
 from support.stats import Counts
 
 # Where a token came from: a hue that colour-blind readers can tell apart (Okabe & Ito 2008), the
-# codes for a terminal (underline, bold or dim, too, not only a hue), the line below it elsewhere,
+# codes for a terminal (also underline, bold or dim, not only a hue), the line below it elsewhere,
 # the name in the legend.
 STYLES = {
     "accepted": ("#0072b2", "38;5;32", "solid", "accepted draft"),
@@ -19,7 +19,7 @@ STYLES = {
     "bonus": ("#009e73", "1;38;5;29", "double", "bonus token"),
     "plain": ("#808080", "2", "dotted", "plain"),
 }
-# trap: a model can write escape sequences that take over a terminal: control characters become
+# trap: a model can write escape sequences that take over a terminal, so control characters become
 # visible signs
 SIGNS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 SIGNS |= dict.fromkeys(range(128, 160), "\ufffd")
@@ -59,7 +59,7 @@ def paint(pieces, colour=True):
 
 
 def legend(colour=True):
-    """One line for the terminal. It is empty without colours, which leave nothing to explain."""
+    """The legend as one line, or "" if colours are off."""
     if not colour:
         return ""
     return "  ".join(paint([(name, origin)]) for origin, (*_, name) in STYLES.items())
@@ -107,14 +107,14 @@ class Token:
     origin: str  # a key of STYLES
     # the target's own raw probability of it: softmax of the logits, before temperature and cuts
     p: float
-    text: str    # what it completed: nothing if it is special, or if its character needs more bytes
+    text: str    # what it completed, or "" if it is special or its character needs more bytes
 
 
 class Generation:
     """A run as text, with `prompts` (texts), `rows` (the `Token`s after each of them) and `counts`.
 
-    prompts: lists of ids, as for `rounds`. timed: the run's `Timed` drafter, which knows where the
-    time went.
+    `prompts` are given as lists of ids, as for `rounds`. `timed` is the run's `Timed` drafter,
+    which knows where the time went.
     """
 
     def __init__(self, tokenizer, prompts, timed=None):

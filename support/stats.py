@@ -22,9 +22,9 @@ class Counts:
     turns: int = 0      # row by row: passes that wrote something into the row
     tokens: int = 0     # written
     drafted: int = 0    # row by row: passes that tested a draft of the row
-    hits: int = 0       # those that accepted the first token of the draft
-    proposed: int = 0   # drafted tokens, less those after an accepted end of text
-    accepted: int = 0   # those that were accepted
+    hits: int = 0       # the passes among these that accepted the draft's first token
+    proposed: int = 0   # drafted tokens, without any after an accepted end of text
+    accepted: int = 0   # proposed tokens that were accepted
 
     def add(self, r):
         self.passes += 1
@@ -44,7 +44,7 @@ class Counts:
 
     @property
     def alpha(self):
-        """How often the first token of a draft was accepted."""
+        """The share of drafts whose first token was accepted, which estimates alpha."""
         return self.hits / max(1, self.drafted)
 
 
@@ -124,10 +124,11 @@ def measure(start, drafter, rows):
 
 
 def compare(start, makers, rows, repeats):
-    """{name: its Run with the median rate}: a warm-up of each, then A B A B.
+    """{name: its Run with the median rate}, after a warm-up of each, from runs in turn, A B A B.
 
-    makers: {name: () -> a drafter, or None for plain decoding}. trap: every run needs a new
-    drafter, because a rule that has learnt from a text knows it the second time.
+    `makers` maps a name to a function that makes a drafter, or None for plain decoding. trap:
+    every run needs a new drafter, because a rule that has learnt from a text knows it the second
+    time.
     """
     runs = {name: [] for name in makers}
     for _ in range(repeats + 1):
@@ -153,7 +154,7 @@ def parting(model, prompt, ours, plain, dtype=None):
     explains. A block of tokens is rounded differently from a single one. Each sub-layer rounds its
     result to the model's dtype and its sums of `dim` products to float32 or wider, and independent
     errors add up like the root of their number. Two logits in two runs have four errors, which
-    gives the factor 2. dtype: in which the texts were written, by default the model's."""
+    gives the factor 2. The texts were written in `dtype`, by default the model's."""
     both = enumerate(zip(ours, plain, strict=False))
     place = next((i for i, (x, y) in both if x != y), min(len(ours), len(plain)))
     ids = [*ours[place : place + 1], *plain[place : place + 1]]  # only one if the other has ended

@@ -37,5 +37,5 @@ def numbered_texts(path, key, separator):
 
 
 def read_prompts(name):
-    """The lines of support/prompts/NAME.jsonl: {"prompt", "text", "source", "licence"}."""
+    """The lines of support/prompts/NAME.jsonl, with "prompt", "text", "source" and "licence"."""
     return [json.loads(line) for line in read_text(PROMPTS / f"{name}.jsonl").split("\n") if line]

@@ -19,7 +19,7 @@ def ending(error):
 @pytest.mark.parametrize("error, line", [
     (ValueError("two\nlines,\ta tab\r\n and  blanks "), "two lines, a tab and blanks"),
     (OSError("\x1b[31mred\x07 \udcff naïve 日本語"), "\ufffd[31mred\ufffd \ufffd naïve 日本語"),
-    *((error, "not enough memory for this model, batch and context: try smaller ones, or a half dtype")
+    *((error, "not enough memory for this model, batch and context: try smaller ones, or half precision")
       for error in (MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: no"),
                     RuntimeError("CUDA error: out of memory\nkernel errors might be reported elsewhere")))],
     ids=lambda x: type(x).__name__)

@@ -170,12 +170,12 @@ def test_a_search_that_was_killed_goes_on_where_it_was(call, flags):
     assert log == b"".join(lines[:4])
     for left in (log, log[:-9], lines[0]):
         Path("out/trials.jsonl").write_bytes(left)
-        assert "anew" not in call(*flags())[2] and contents("out") == want
+        assert "new search" not in call(*flags())[2] and contents("out") == want
     for other in (b"7\n", b'{"step": 1}\n', b"half of a line\n"):  # as another program may have added
         Path("out/trials.jsonl").write_bytes(b"".join(lines[:3]) + other + lines[3])
         call.refuses(flags(), Path("out"), "out/trials.jsonl is damaged")
     Path("out/trials.jsonl").write_bytes(log)
-    assert "anew" in call(*flags(seed=1))[2] and contents("out") != want
+    assert "new search" in call(*flags(seed=1))[2] and contents("out") != want
 
 
 def test_another_model_text_or_space_is_another_search(flags):

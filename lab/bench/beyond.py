@@ -1,5 +1,5 @@
-"""Four systems at a scale that is honest: M2R2, ProphetNet, HAMburger and a sparse self-draft, each a small
-reconstruction, and each with one question that its paper leaves open.
+"""Small reconstructions of four systems, M2R2, ProphetNet, HAMburger and a sparse self-draft. Each answers
+one question that its paper leaves open.
 """
 import copy
 import statistics
@@ -66,7 +66,7 @@ def finished(run):
 
 def own_text(model, tokenizer, count, measured, length=256):
     """A Corpus of what the model writes: `count` tokens to learn from and `measured` others to measure on, or
-    more, in texts of at most `length`: a group of texts takes as long as its longest."""
+    more, in texts of at most `length`, since a group of texts takes as long as its longest."""
     streams = [{OWN: train_heads.write_text(model, tokens, seed, min(length, model.c.max_len))}
                for seed, tokens in enumerate((count, measured))]
     return corpus.split(*streams, [1.0], tokenizer, CONTEXT)
@@ -116,10 +116,10 @@ def accelerated(model, text, prompts, new, exits):
 
 
 def stream_losses(model, head, batch):
-    """The cross-entropy of each stream for windows (B, T+1): first the model's own, then those of the rows of
+    """The cross-entropy of each stream for windows (B, T+1). The model's own comes first, then the losses of the rows of
     the head, a Transfer from the embeddings on, each of which foresees a token further. (ProphetNet is an
-    encoder and a decoder; this is a decoder alone.) All is one pass, so that the losses of the rows train
-    what they read, too: the model's keys and values."""
+    encoder and a decoder; this is a decoder alone.) All is one pass, so that the losses of the rows also
+    train the keys and values that they read."""
     T, N, device = batch.shape[1] - 1, head.steps, batch.device
     x, at = model.embed(batch[:, :-1]), riders(T, N, device)
     x = model.run(torch.cat([x, head.spread(x).flatten(1, 2)], 1), at)
@@ -187,7 +187,7 @@ def cooled(model, temperature):
 
 def hamburgers(model, tokenizer, prompts, new):
     """{confidence: what was found} of one HAMburger, alone and as a drafter for the model. It imitates the
-    model cooled: at temperature 1 a small one is hardly ever sure, and then nothing is merged."""
+    model at a lower temperature, because at temperature 1 a small one is hardly ever sure."""
     device, costs, cold = model.tok.device, weight_costs(model.c), cooled(model, COLD)
     burger, text = Hamburger(cold), own_text(cold, tokenizer, SIZES.text // 2, SIZES.measured)
     batches = [text.batch(0, i, BATCH // 2, CONTEXT - 1).long().to(device) for i in range(SIZES.burger)]
@@ -209,7 +209,7 @@ def hamburgers(model, tokenizer, prompts, new):
 @torch.inference_mode()
 def sparse_acceptance(teacher, sinks, window):
     """How likely the first drafted token after each position of the teacher's text is accepted, if the draft
-    sees so few tokens: as `Teacher.acceptance`, each position in a slot of its own. (T,) float64"""
+    sees so few tokens. As in `Teacher.acceptance`, each position has a slot of its own. (T,) float64"""
     T, m = teacher.p.shape[1], teacher.model
     at = torch.arange(T, device=teacher.p.device)
     own = torch.eye(T, dtype=torch.bool, device=at.device)
@@ -247,8 +247,8 @@ def sparse_drafts(model, texts, new):
 
 
 def paper():
-    """[{tokens, what a pass reads, ...}] of a large model: bytes in a half type, and what a draft with the
-    whole model's weights would gain at most if alpha were .8 or .9."""
+    """[{tokens, what a pass reads, ...}] of a large model. It has the bytes in half precision, and what a
+    draft with the whole model's weights would gain at most if alpha were 0.8 or 0.9."""
     costs, rows = weight_costs(LARGE), []
     for n in (1024 * 2**k for k in range(8)):
         cache, spared = n * LARGE.n_layers * costs.slot, sparse.unread(costs, n, SINKS, WINDOW)

@@ -1,7 +1,7 @@
 """How much could any draft gain on this model, and what do the drafts at hand promise?
 
-A greedy text can be foreseen, and a perfect draft would always be right. A text that is sampled
-cannot: a token is drawn by chance, and no draft knows it. The most that a draft of P tokens can
+A greedy text can be foreseen, and a perfect draft would always be right. A sampled text cannot,
+because its tokens are drawn by chance, and no draft knows the outcome. The most that a draft of P tokens can
 bring is then the tree of the P most likely continuations, by the target's own p, because the number
 of accepted tokens is on average the sum of their probabilities (cf. Pankratov and Alistarh,
 arXiv 2512.11718). A node is always less likely than its parent, so the tree grows best first.
@@ -92,7 +92,7 @@ def add_children(heap, chance, path, p, most):
 
 
 def written(model, tokenizer, new, probs):
-    """[(ids, how many of them are the prompt)]: one answer to a prompt of each kind."""
+    """One answer to a prompt of each kind, as [(ids, how many of them are the prompt)]."""
     c = model.c
     prompts = [prompt_ids(name, tokenizer, c)[0][: c.max_len // 2] for name in SETS]
     answers, _ = generate(model, prompts, new, None, probs, eos=c.eos)
@@ -132,7 +132,7 @@ def scored(teacher, start, probs, exits, twin, trained):
 
 
 def spread(texts, places):
-    """[(Teacher, n)]: about `places` of them, as many in each text. texts: [(Teacher, start)]"""
+    """About `places` pairs (Teacher, n), as many in each text. texts: [(Teacher, start)]"""
     found = []
     each = max(1, places // len(texts))
     for teacher, start in texts:

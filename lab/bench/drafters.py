@@ -1,4 +1,4 @@
-"""What drafting is worth: every method on four kinds of text, beside transformers."""
+"""What every method gains on four kinds of text, compared with transformers."""
 import statistics
 import time
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class Sample:
 
 @dataclass
 class Method:
-    """A way to decode. start() gives make(model, small), which gives a fresh drafter for each prompt: what a
+    """A way to decode. start() gives make(model, small), which gives a fresh drafter for each prompt. What a
     rule learns lasts from one start to the next. A method with ask(ids) has transformers write instead."""
     start: Callable = lambda: lambda model, small: Drafter()
     ask: Callable | None = None
@@ -92,7 +92,7 @@ class Bench:
         return s
 
     def check_texts(self, methods, prompts):
-        """Raises RuntimeError where a greedy text of ours, in float64, is not that of plain decoding: that is
+        """Raises RuntimeError where a greedy text of ours, in float64, is not that of plain decoding. That is
         a bug, and its speed would mean nothing."""
         makers = {name: m.start() for name, m in methods.items() if not m.ask}
         model, small = self.models[-1]
@@ -360,8 +360,8 @@ def drafting(m, samples, plain, texts):
 
 
 def header(a, repeats, checked="in float64"):
-    """The lines above a table. checked: how greedy texts of ours were compared with plain decoding's; and
-    more."""
+    """The lines above a table. `checked` tells how our greedy texts were compared with plain
+    decoding's."""
     return [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new "
             f"tokens after each prompt, {repeats} interleaved runs: medians, of ratios the geometric mean "
             f"over the prompts; every greedy text of ours is that of plain decoding {checked}", ""]

@@ -25,7 +25,7 @@ GAMMAS = 1, 2, 4
 
 
 def stream(tokenizer, c, each):
-    """The prompts, and the kind of each: `each` of every kind, then `each` of every kind again, ..."""
+    """The prompts, and the kind of each. `each` of every kind come first, then `each` of every kind again, ..."""
     sets = {name: prompt_ids(name, tokenizer, c) for name in SETS}
     some = [(name, ids) for first in range(0, 2 * TURN, TURN)
             for name in SETS for ids in sets[name][first : first + each]]

@@ -1,8 +1,8 @@
-"""What `--exact` promises and costs: how many texts stay the same to the bit when something else
-changes, and how long they take.
+"""What `--exact` promises and costs. It counts how many texts stay the same to the bit when
+something else changes, and how long they take.
 
-With --prompts N it counts as the tests of engines do: of N prompts, how many drafted texts equal
-plain decoding's, with --exact and without? (The test of EAGLE in vLLM asks for 60 of 100 greedy
+With --prompts N it counts as the tests of engines do. How many of N drafted texts equal plain
+decoding's, with --exact and without? (The test of EAGLE in vLLM asks for 60 of 100 greedy
 texts.) All texts run the race, so that a sampled text has the same noise with every draft, and only
 rounding can change it.
 """
@@ -37,7 +37,7 @@ BLOCKS = 3, 5, 7    # tokens of a block: a draft, and the token before it
 
 
 def usual_coins(seeds):
-    """What texts draw from without --exact: in a batch all draw from the same."""
+    """What texts draw from without --exact. In a batch all draw from the same coins."""
     return Coins(seeds[0])
 
 
@@ -147,7 +147,7 @@ def run_prompts(a):
 
 
 def over_usual(way, exact, usual, probs, repeats):
-    """The time that a way takes with --exact, relative to without: medians, runs in turn, after a warm-up.
+    """The time that a way takes with --exact, relative to without, as medians of runs in turn after a warm-up.
     Greedily nothing depends on the race, and generate.py leaves it out."""
     coins = usual_coins if probs is to_probs else Race
     seconds = []

@@ -1,4 +1,4 @@
-"""Trained heads beside one another, on the same frozen weights: what they say, cost and gain."""
+"""What trained heads on the same frozen weights cost and gain, compared with one another."""
 from functools import partial
 from itertools import product
 from pathlib import Path

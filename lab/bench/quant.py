@@ -1,5 +1,5 @@
-"""What a model in few bits is worth: as a draft, and as a target with a small assistant. Few bits are
-less memory, but less time only where a product reads them as they are."""
+"""What a quantised model is worth as a draft, and as a target with a small assistant. It takes less
+memory, but less time only where a product reads the quantised weights directly."""
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ def copies(model):
 
 
 def teachers(model, tokenizer, a):
-    """The texts to score drafts on: [(Teacher, unscored)], where the first `unscored` positions are
+    """The texts to score drafts on, as [(Teacher, unscored)], where the first `unscored` positions are
     left out. The model itself wrote them after the prompts, as it does when a draft meets them."""
     c = model.c
     made = []
