@@ -73,15 +73,18 @@ def test_a_step_of_a_copy_is_relative_to_the_models(models, monkeypatch):
 def test_the_number_of_repeats_is_that_of_the_passes_measured(models, monkeypatch):
     """Once a recorded model was timed by an eager pass, so that too few repeats seemed to fit."""
     fast = Recorded(models["llama"], Tape)
+    replayed = []
 
     def fake(actions, repeats):
-        monkeypatch.setattr(fast.model, "run", None)
+        assert fast.replays(), "rehearsed"
+        monkeypatch.setattr(Tape, "replay", lambda self: replayed.append(self))
         actions["pass"]()
         return {"pass": 0.01}
 
     monkeypatch.setattr(measure, "interleave", fake)
     monkeypatch.setattr(measure, "measure_costs", lambda model, repeats: repeats)
     assert measure.quick(fast) == measure.SECONDS / measure.PASSES / 0.01 == 10
+    assert len(replayed) == 2, "the sub-layers and the head"
 
 
 def test_a_real_measurement_is_a_table(models):
