@@ -4,7 +4,7 @@ The one thing to remember: drafting gains only where alpha exceeds c. Alpha is t
 first token of a draft is accepted, and c is the cost of a drafted step relative to a target pass.
 
 A rule says how far to draft; no rule can change the distribution of the text. Confidences come from
-the raw softmax, so that they have a meaning at temperature 0, too.
+the raw softmax, so that they mean something even at temperature 0.
 """
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ def best_gamma(alpha, cost, most=MOST, least=0, pass_cost=lambda T: 1.0):
 
 def best_along(series, cost, most=MOST, least=0, pass_cost=lambda T: 1.0):
     """The best gamma and its speed-up along texts whose acceptance rates are known. No gamma beyond
-    the longest text is tried. The arguments are those of `expected_tokens_along` and
+    the longest text is tried. The arguments are as for `expected_tokens_along` and
     `best_gamma`."""
     def speed(gamma):
         return expected_tokens_along(series, gamma) / round_cost(gamma, cost, pass_cost(gamma + 1))
@@ -155,7 +155,7 @@ class Costs:
             if T <= high:
                 return before + slope * (T - low)
         widest, cost = self.passes[-1]
-        return cost + max(0.0, slope) * (T - widest)    # trap: measured costs can fall, too
+        return cost + max(0.0, slope) * (T - widest)    # trap: measured costs can also fall
 
 
 def weight_costs(c: Config) -> Costs:

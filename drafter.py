@@ -96,7 +96,7 @@ class Drafter:
 
     A whole number as `rule` stands for a Rule that always drafts that many. `taps` are the target's
     sub-layers whose outputs the drafter reads. `begin` gets the outputs for the prompt, and
-    `Round.trace` holds those of a round.
+    `Round.trace` holds the outputs for a round.
     """
     taps: tuple[int, ...] = ()
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 
 def note(topic, line):
-    """A line on standard error, beside what a command prints."""
+    """A line on standard error, apart from what a command prints."""
     print(f"{topic}: {line}", file=sys.stderr, flush=True)
 
 

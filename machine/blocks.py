@@ -170,6 +170,6 @@ NO_PATTERNS = {"pattern_matcher": False}
 @cache
 def compiled(f):
     """f, compiled once for all models, and again for each shape."""
-    # trap: after eight, which is usual, it gives up silently
+    # trap: after eight compilations, the default, it gives up silently
     torch._dynamo.config.recompile_limit = 64
     return torch.compile(f, options=NO_PATTERNS)

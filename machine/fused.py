@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from model import Attention, rotate
 
-LONG = 64       # tokens from which on a block is read by the kernel
+LONG = 64       # the kernel reads blocks of at least this many tokens
 CHUNK = 512     # tokens of a prompt that are read at once
 
 

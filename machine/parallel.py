@@ -207,7 +207,7 @@ def together():
         talk(dist.barrier)
         dist.destroy_process_group()
     except Exception:
-        with suppress(RuntimeError):    # the process with the store is gone
+        with suppress(RuntimeError):    # the process with the store may have ended
             if store.add("spoken", 1) > 1:
                 raise SystemExit(2) from None
         raise

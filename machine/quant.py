@@ -29,7 +29,7 @@ from machine.rows import FEW, FLOATS, Weight, describe
 from model import put
 
 SHARE = 32      # weights of int4 that share a step and an offset
-STEP = 64       # weights that a product reads together: rows of whole numbers are padded to that
+STEP = 64       # weights that a product reads together; rows are padded to a multiple of it
 BLOCK = 64      # weights that share a magnitude
 GROUP = 256     # magnitudes that share a scale
 ROWS = 64       # quantised at a time, so that temporary memory stays small
@@ -127,7 +127,7 @@ class Whole(Matrix):
         some._buffers = {name: t[ids] for name, t in self._buffers.items()}
         return some
 
-    def detach(self):   # as a tensor has it; nothing here is trained
+    def detach(self):   # as tensors have it; nothing here is trained
         return self
 
 
@@ -266,7 +266,7 @@ def quantise(model, kind="int8", head=None, rounds=False):
         w = twin.tok if twin.head is None else twin.head
         if isinstance(w, Matrix):
             w = w.full(model.tok.dtype)
-        if w is None:   # several processes share it: each quantises its own rows
+        if w is None:   # several processes share it, and each quantises its own rows
             put(twin.head, "own", KINDS[head](twin.head.own.detach()))
         else:
             put(twin, "head", KINDS[head](w.detach()))

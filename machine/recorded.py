@@ -51,8 +51,8 @@ class Recorded(StandIn):
         self.reach = reach
         self.say = say or partial(files.note, "recorded")
         self.exact = exact
-        self.tapes = {}         # {key: tape} of all that reads no cache
-        self.homes = []         # of the others, which read one cache
+        self.tapes = {}         # {key: tape} of functions that read no cache
+        self.homes = []         # one for each cache that the others read
         self.seen = set()       # keys that ran eagerly once
         self.failed = Counter()     # {key: recordings that failed their check}
         self.refused = set()    # keys that stay eager
@@ -97,7 +97,7 @@ class Recorded(StandIn):
         S = cache.k.shape[3]
         end = at.end + W - T
         if at.same and (at.first == 0 or end > S):
-            return None     # first is 0 in a prompt, which is read once: recording would not pay
+            return None     # first is 0 in a prompt, which is read once, so recording would not pay
         cos, sin = self.angles_read(min(end, S), S)
         tapes = self.home(cache).tapes      # trap: a new cache may change its memory here
         key = Key(piece, B, W, len(cos), (x.dtype, cache.k.dtype))
@@ -190,7 +190,7 @@ class Recorded(StandIn):
         pairs = zip([got, *fixed[2:]], [want, *kept[2:]], strict=True)
         off = [distance(a, b) for a, b in pairs]
         most = tolerance(want.dtype, len(sublayers))
-        if all(d <= most for d in off):     # trap: of NaN and a number, `max` can take either
+        if all(d <= most for d in off):     # trap: `max` of NaN and a number can be either
             tapes[key] = tape
             return
         for t, before in zip(fixed, kept, strict=True):

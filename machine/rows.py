@@ -26,7 +26,7 @@ from machine.kept import cache_file, hardware, keep
 
 FEW = 16    # rows up to which the loop is faster than the library's product
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}    # a `Kind` in rows.cpp
-INT8, INT4, ROUNDED = 3, 4, 2      # of int8 and int4; what rounding x adds to them
+INT8, INT4, ROUNDED = 3, 4, 2      # kinds int8 and int4, and what rounding x adds to a kind
 SOURCES = [Path(__file__).with_name(name) for name in ("rows.cpp", "bits.cpp", "pass.cpp")]
 
 

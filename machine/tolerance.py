@@ -1,7 +1,7 @@
 """How far a stand-in's results may differ from the model's, which is by rounding only."""
 import torch
 
-TOLERANCE = {   # of a pass of some sixteen sub-layers, by `distance`
+TOLERANCE = {   # for a pass of about sixteen sub-layers, as `distance` measures
     torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 

@@ -195,7 +195,7 @@ def trained(ask):
         gamma = min(longest, MOST if how.tree or how.rule else 3)
     shape = None
     if how.tree and gamma > 0:
-        head.drafter(gamma)     # refuses what a chain of this length is refused for
+        head.drafter(gamma)     # raises what a chain of this length would raise
         levels = min(longest, gamma)
         price = heads.pricing(head)(0)
         shape = best_tree(head.ranks, how.tree, price, 0.0, head.branches, levels) or [0]
@@ -214,7 +214,7 @@ def kinds_of(folder):
 
 
 def auto(ask):
-    """A Pace with the usual candidates, and with what is named or lies beside the weights."""
+    """A Pace over the usual candidates, and over what is named or lies beside the weights."""
     how = ask.how
     target = ask.target
     model = target.model

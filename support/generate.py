@@ -150,7 +150,7 @@ def check(a):
 
 
 def texts_of(options):
-    """The texts to continue, each under what a message calls it. There is one, or the batch of
+    """The texts to continue, by the names that messages give them. There is one, or the batch of
     --prompt-file."""
     file = options.prompt_file
     if file is not None:
@@ -203,7 +203,7 @@ class Writer:
         s = self.options.sampling
         look = to_probs
         coins = Coins(s.seed)
-        if self.options.exact and s.temperature > 0:    # greedily nothing depends on them
+        if self.options.exact and s.temperature > 0:    # at 0 nothing depends on them
             coins = Race(row_seeds(s.seed, len(self.prompts)))
         if player:
             coins = player.coins
@@ -267,7 +267,7 @@ def load_model(options):
 
 
 def stood_in(model, options):
-    """What stands in for the model while it writes."""
+    """The model in the passes that --exact or --fast ask for."""
     if options.exact:
         return exactly(model, options.fast)
     if options.fast:

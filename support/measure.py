@@ -1,4 +1,4 @@
-"""What the parts of a pass cost on this machine, as measured or as tables in files say.
+"""What the parts of a pass cost on this machine, by measurement or from tables in files.
 
 A table of costs decides how a text is drafted, never what it says. No two measurements are the
 same, and a run repeats round by round only with the same table. So a table is measured once per

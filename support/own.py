@@ -17,7 +17,7 @@ from drafter import Draft, Drafter, Reuse, Rule, Wrapper
 from machine import parallel
 from methods.trees import Tree
 
-WATCHED = 8     # rounds in which the cache is compared: all of it is read twice for that
+WATCHED = 8     # rounds in which the cache is compared, which reads all of it twice
 
 
 def names_a_file(text):

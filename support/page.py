@@ -10,7 +10,7 @@ from sampling import Coins, one_hot, raw_probs, to_probs
 from support.show import SIGNS, STYLES, Stream, origins
 
 TEMPLATE = Path(__file__).with_name("page.html")
-SHOWN = 6  # tokens with bars at each place: those with the largest p or q
+SHOWN = 6  # tokens with bars at each place, which have the largest p or q
 SETTINGS = "model", "draft", "temperature", "top_k", "top_p", "min_p", "seed"
 
 
@@ -57,11 +57,11 @@ class Player:
         drafted = r.draft.tokens[0, : int(r.draft.length[0])].tolist()
         accepted = int(r.accepted[0])
         block = [self.tokens[-1], *drafted]
-        # what the draft drew from: everything that was looked at before the target's own p
+        # the draft drew from everything that was looked at before the target's own p
         before = takewhile(lambda pair: pair[0] is not r.p, looked)
         drawn = (row for q, raw in before for row in zip(q[0], raw, strict=True))
-        # the round's last coins: one per drafted token, row by row, then one per row for its next
-        # token
+        # the round's last coins are one per drafted token, row by row, then one per row for its
+        # next token
         places = []
         for k, token in enumerate(drafted[: int(r.proposed[0])][: accepted + 1]):
             places.append(self.tested(r, k, token, coins[-2][k], drawn))
@@ -125,7 +125,7 @@ class Player:
             "styles": STYLES,
             "tokens": [self.text(t) for t in self.tokens],
             "rounds": self.rounds})
-        # trap: "</script>" ends a script wherever it stands, also within a string
+        # trap: "</script>" ends a script wherever it stands, even within a string
         return TEMPLATE.read_text(encoding="utf-8").replace("DATA", data.replace("<", "\\u003c"))
 
 

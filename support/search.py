@@ -89,7 +89,8 @@ def resume(path, header, keys):
 
 
 def skip_file(space, entry):
-    """What generate.py --skip reads, which blocks lose their attention or MLP, and the gain."""
+    """The content of a file for generate.py --skip. It names the blocks that lose their attention
+    or MLP, and the gain."""
     attn, mlp = skipped(space.n_layers, space.sublayers([int(b) for b in entry["bits"]]))
     gamma = entry["gamma"] if entry["speedup"] > 1 else 0
     return {"attn": attn, "mlp": mlp, "gamma": gamma, "alpha": entry["alpha"], "c": entry["c"],

@@ -19,7 +19,7 @@ STYLES = {
     "bonus": ("#009e73", "1;38;5;29", "double", "bonus token"),
     "plain": ("#808080", "2", "dotted", "plain"),
 }
-# trap: a model can write escape sequences that take over a terminal: control characters become
+# trap: a model can write escape sequences that take over a terminal, so control characters become
 # visible signs
 SIGNS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 SIGNS |= dict.fromkeys(range(128, 160), "\ufffd")
@@ -107,7 +107,7 @@ class Token:
     origin: str  # a key of STYLES
     # the target's own raw probability of it: softmax of the logits, before temperature and cuts
     p: float
-    text: str    # what it completed: nothing if it is special, or if its character needs more bytes
+    text: str    # what it completed, or "" if it is special or its character needs more bytes
 
 
 class Generation:

@@ -22,9 +22,9 @@ class Counts:
     turns: int = 0      # row by row: passes that wrote something into the row
     tokens: int = 0     # written
     drafted: int = 0    # row by row: passes that tested a draft of the row
-    hits: int = 0       # those of them that accepted the first token of the draft
-    proposed: int = 0   # drafted tokens, less those after an accepted end of text
-    accepted: int = 0   # those that were accepted
+    hits: int = 0       # the passes among these that accepted the draft's first token
+    proposed: int = 0   # drafted tokens, without any after an accepted end of text
+    accepted: int = 0   # proposed tokens that were accepted
 
     def add(self, r):
         self.passes += 1
