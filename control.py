@@ -108,6 +108,7 @@ class Costs:
     context: int = 0              # `sublayers` holds for attentions that read this many tokens
     window: int | None = None     # the most tokens that an even block's attention reads
     call: float = 0.0             # fixed cost of any step, such as choosing a token
+    thinking: float = 0.0         # of choosing how to draft, which the device waits for
 
     @property
     def whole(self):

@@ -22,7 +22,7 @@ class ScratchTail:
 
 
 def aside(model, cache, x, positions, sublayers):
-    """Run `sublayers` for x (B, T, dim), each token on its own, as the first one of a draft: it reads what
+    """Run `sublayers` for x (B, T, dim), each token on its own, as the first one of a draft. It reads what
     the cache holds before its position (B, T), and itself. (B, T, dim)"""
     T, S = x.shape[1], cache.k.shape[3]
     slots = torch.arange(S, S + T, device=x.device)[None]

@@ -1,4 +1,4 @@
-"""The model card: what a trained model is, how it was made, and what each of its exits is worth. The run
+"""The model card tells what a trained model is, how it was made, and what each of its exits is worth. The run
 itself writes it, so it cannot describe any other run."""
 from pathlib import Path
 

@@ -106,10 +106,10 @@ class CLaSp(Nearest):
 
 
 class KnapSpec(Nearest):
-    """Skip what promises the most (KnapSpec, arXiv 2602.20217): CLaSp's table over sub-layers, where a set is
-    as large as the time that it saves, a small whole number for an attention and one for an MLP. For every
-    such time there is a set, and alpha is how often its best token was the target's at the last `window`
-    places; the set and the length of the best expected speed draft, none if none gains.
+    """Skip what promises the most (KnapSpec, arXiv 2602.20217). It is CLaSp's table over sub-layers, where a
+    set is as large as the time that it saves, a small whole number for an attention and one for an MLP. For
+    every such time there is a set, and alpha is how often its best token was the target's at the last
+    `window` places; the set and the length of the best expected speed draft, none if none gains.
 
     Two things differ here. Times come from a Costs table, by weights if none is given, and alpha starts from
     one hit and one miss, since few places are counted. The first and the last block are always run, and sets

@@ -1,4 +1,4 @@
-"""Text to train and measure on: from files of documents to a byte-level BPE, streams of tokens, and batches.
+"""Text to train and measure on, from files of documents to a byte-level BPE, streams of tokens, and batches.
 
 Every document begins with the begin-of-text id, and the batch of a step depends on nothing but seed and step,
 so that a run can be resumed or repeated exactly.

@@ -34,7 +34,7 @@ class M2R2(Head, StandIn):
     rows are in one pass, which reads each weight once. Without adapters, rank 0, the second row is the first,
     which makes a bare early exit.
 
-    rank: None for as many weights as Kangaroo's adapter has. align: what the distance from those
+    `rank` is None for as many weights as Kangaroo's adapter has. align: what the distance from those
     states counts in training, beside the distributions. The head stands in for its model while it drafts.
     Not here are the paper's gate, which drafted too far when we tried it, and its loading of experts.
     """

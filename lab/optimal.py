@@ -88,10 +88,10 @@ def largest(c, A, b):
 def optimum(p, q, parents):
     """The most that any rule can accept on average, if one more token follows the accepted path, and then p.
 
-    x[D, v]: how often tree D is drawn and node v is the last accepted one. A(s): how often the accepted path
-    begins with s. The text s t was accepted, or t follows the accepted path s, or s came about otherwise and
-    p wrote t: p(s t) = A(s t) + (how often t follows s) + (p(s) - A(s)) p(t | s). What follows must not be
-    negative: A(s t) <= A(s) p(t | s). Besides, the sum of x[D, v] over v is at most the chance of D.
+    x[D, v] is how often tree D is drawn and node v is the last accepted one. A(s) is how often the accepted
+    path begins with s. The text s t was accepted, or t follows the accepted path s, or s came about otherwise
+    and p wrote t: p(s t) = A(s t) + (how often t follows s) + (p(s) - A(s)) p(t | s). What follows must not
+    be negative: A(s t) <= A(s) p(t | s). Besides, the sum of x[D, v] over v is at most the chance of D.
     """
     every = every_path(lambda coins: drawn(q, parents, coins)[2])
     trees = [(probability(steps), paths) for steps, paths in every]

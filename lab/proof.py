@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 import checkpoint
 from control import Confidence, weight_costs
@@ -32,10 +33,12 @@ from kvcache import KVCache, prefill
 from lab.bench.plain import TEXT, rehearsed, step
 from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, random_model
 from layerskip import SelfDraft, early_exit
+from machine.exact import Exact
 from machine.kept import hardware
-from machine.quant import KINDS, quantise
+from machine.quant import KINDS, Int4, quantise, unpack_nibbles
 from machine.recorded import Recorded
-from machine.tapes import Graph, Joined, Program, Tape
+from machine.tapes import Graph, JoinedGraph, Program, Tape
+from machine.tolerance import distance
 from model import SPARE, Placement
 from speculative import rounds
 from support import cli, generate
@@ -155,7 +158,7 @@ def shape(a, page, name, c, read):
     ids = torch.randint(c.vocab_size, (64,), generator=torch.Generator().manual_seed(0)).tolist()
     bytes_read = 2 * (weight_costs(c).whole + L * c.n_kv_heads * c.head_dim * 2 * (64 + new / 2))
     on_gpu = a.device == "cuda"
-    tape = Joined if on_gpu else Tape
+    tape = JoinedGraph if on_gpu else Tape
 
     def speed(write, more=None):
         rate = new / interleave({"": write}, 1 if a.tiny else 3)[""]
@@ -166,15 +169,21 @@ def shape(a, page, name, c, read):
         write = rehearsed(Recorded(model, tape if on_gpu else Tape, (width,)), ids, new)
         return write, {"seconds to record": time.perf_counter() - start}
 
+    def exactly():
+        start = time.perf_counter()
+        write = rehearsed(Exact(Recorded(model, tape, (8,), exact=True)), ids, new)
+        return write, {"seconds to record": time.perf_counter() - start}
+
     def eager():
         return [token for _, r in rounds(model, [ids], new) for token in r.new[0]]
 
     page.row(f"{name}, plain, eager", lambda: speed(eager))
-    ways = ((1, Joined, ""), (1, Graph, ", kernels not joined"), (8, Joined, ", passes of 8"),
+    ways = ((1, JoinedGraph, ""), (1, Graph, ", kernels not joined"), (8, JoinedGraph, ", passes of 8"),
             (1, Program, ", one program"))
     for width, way, words in ways[: 4 if L <= 16 else 3]:   # a program of more takes too long to compile
         page.row(f"{name}, plain, recorded{words}",
                  lambda width=width, way=way: speed(*recorded(width, way)))
+    page.row(f"{name}, plain, exact", lambda: speed(*exactly()))
     fast = Recorded(model, tape, (1, *WIDTHS))
     times = interleave({T: step(fast, T, 64) for T in (1, *WIDTHS)}, 3 if a.tiny else 10)
     page.row(f"{name}, blocks", lambda: {f"{T}": times[T] / times[1] for T in WIDTHS})
@@ -185,6 +194,53 @@ def shape(a, page, name, c, read):
     for kind in KINDS if c.n_layers <= 16 else ():
         page.row(f"{name}, {kind}", lambda kind=kind: ratio(
             {"draft": step(fast.alongside(quantise(model, kind)), 1, 64), "one": step(fast, 1, 64)}, a))
+
+
+def few_bits(a, page):
+    """torch's own product with weights of four bits, matrix by matrix: what it takes, relative to bfloat16,
+    and how far it is from the product with the rounded matrix. It would be a draft's; c is their sum."""
+    for name, c in (TINY if a.tiny else {name: SHAPES[name] for name in NAMES[:2]}).items():
+        inside = c.n_heads * c.head_dim
+        shapes = {"wqkv": (inside + 2 * c.n_kv_heads * c.head_dim, c.dim), "wo": (c.dim, inside),
+                  "gate_up": (2 * c.hidden_dim, c.dim), "down": (c.dim, c.hidden_dim),
+                  "head": (c.vocab_size, c.dim)}
+        for matrix, (N, K) in shapes.items():
+            K = -(-K // 128) * 128      # torch packs so many columns together; only tiny models differ
+            page.row(f"{name}, {matrix}, {N} x {K}", partial(four_bits, a, N, K))
+
+
+def packed_for_torch(w):
+    """(codes, steps and offsets) of an `Int4` of w, as torch's product for the device wants them. There a
+    weight is (code - 8) * step + zero."""
+    ours = Int4(w)
+    codes = unpack_nibbles(ours.codes)
+    step, offset = ours.groups.float().unbind(1)                                # (N, K / 32)
+    scales = torch.stack([step, offset + 8 * step], -1).transpose(0, 1)         # (K / 32, N, 2)
+    scales = scales.contiguous().to(torch.bfloat16)
+    if w.is_cuda:
+        pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
+        return torch._convert_weight_to_int4pack(pairs.contiguous(), 8), scales
+    return torch._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 2), scales
+
+
+def four_bits(a, N, K):
+    """The columns of `few_bits` for one matrix. Copies of it fill the caches, as other matrices would."""
+    product = torch._weight_int4pack_mm if a.device == "cuda" else torch._weight_int4pack_mm_for_cpu
+    tape = Graph if a.device == "cuda" else Tape
+    w = torch.randn(N, K, dtype=torch.bfloat16, device=a.device)
+    codes, scales = packed_for_torch(w)
+    copies = 1 if a.tiny else max(2, 2**29 // w.nbytes)
+    whole = [w.clone() for _ in range(copies)]
+    small = [codes.clone() for _ in range(copies)]
+    found = {}
+    for rows in 1, 8:
+        x = torch.randn(rows, K, dtype=torch.bfloat16, device=a.device)
+        ways = {"bfloat16": tape(lambda _, x: [F.linear(x, w) for w in whole][-1], None, [x], []),
+                "int4": tape(lambda _, x: [product(x, w, 32, scales) for w in small][-1], None, [x], [])}
+        times = interleave({name: partial(way, [x]) for name, way in ways.items()}, 2 if a.tiny else 10)
+        found[f"time, {rows} rows"] = times["int4"] / times["bfloat16"]
+        found[f"off, {rows} rows"] = distance(ways["int4"]([x]), F.linear(x, Int4(w).full(w.dtype)))
+    return found
 
 
 def ratio(steps, a):
@@ -199,11 +255,26 @@ def models(a, page):
         WEIGHTS / "stories-gemma2"]
     for folder in folders:
         chat = folder.name == "smollm"
-        drafts = ["exit", "ngram"] if a.tiny else ["auto", "suffix", "int8", *(
+        drafts = ["auto", "exit"] if a.tiny else ["auto", "suffix", "int8", *(
             ["eagle"] if (folder / "heads" / "eagle").is_dir() else []), *["exit"] * (not chat)]
-        for draft, temperature in [(d, t) for t in (0, 0.8) for d in drafts]:
-            page.row(f"{folder.name}, {draft}, T {temperature}",
-                     partial(by_command, a, folder, draft, temperature, chat))
+        for temperature in 0, 0.8:
+            found = {}
+
+            def measured(draft, folder=folder, temperature=temperature, chat=chat, found=found):
+                cells = by_command(a, folder, draft, temperature, chat)
+                found[draft] = cells["times plain"]
+                return cells
+
+            for draft in drafts:
+                page.row(f"{folder.name}, {draft}, T {temperature}", partial(measured, draft))
+            if found.keys() == {*drafts} and "auto" in found:
+                page.row(f"{folder.name}, auto and the others, T {temperature}", partial(over, found))
+
+
+def over(found):
+    """auto's speed relative to the best of the others, plain decoding among them."""
+    best = max(1.0, *(ratio for draft, ratio in found.items() if draft != "auto"))
+    return {"auto over plain": found["auto"], "auto over the best": found["auto"] / best}
 
 
 def exact(a, page):
@@ -220,7 +291,7 @@ def exact(a, page):
 def by_command(a, folder, draft, temperature, chat, more=()):
     text = "How does a bicycle stay upright?" if chat else "Once upon a time"
     words = [text, "--model", str(folder), "--draft", draft, "--temperature", str(temperature), "--device",
-             a.device, "--max-new", "8" if a.tiny else "64", "--compare", "--json", *more]
+             a.device, "--max-new", "8" if a.tiny else "192", "--compare", "--json", *more]
     words += ["--fast"] * (a.device == "cuda") + ["--chat"] * chat
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -291,7 +362,8 @@ PARTS = {
     "tests": Part(100, tests, "what runs on a CPU gives the same on CUDA"),
     "waits": Part(60, waits, "one wait per round, and one per drafted token where a rule may stop"),
     "exact": Part(90, exact, "with --exact, a text is the same to the bit with every draft"),
-    "shapes": Part(150, shapes, "how near to its memory's speed decoding comes; what blocks and drafts cost"),
+    "shapes": Part(170, shapes, "how near to its memory's speed decoding comes; what blocks and drafts cost"),
+    "few_bits": Part(40, few_bits, "what a draft of four bits would cost by torch's own product"),
     "models": Part(90, models, "what each draft gains on real weights"),
     "rows": Part(40, rows, "which rows of logits are the same to the bit, whatever else is in the block"),
 }

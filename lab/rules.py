@@ -1,4 +1,4 @@
-"""Rules for how far to draft: published ones, and `DoNoHarm`, which is ours.
+"""Rules for how far to draft. Here are published ones, and `DoNoHarm`, which is ours.
 
 On our stream of prompts (BOOK.md, "Drafts that adapt", greedy) the two schedules gain a little more
 than a fixed draft length of 4 at the same exit, `DoNoHarm` as much as that, and the rules that stop by

@@ -35,7 +35,7 @@ class SparseDraft(Drafter):
 
     It drafts into the target's cache. What it writes there is rough, since other states make other keys and
     values, and so it hands nothing over: the verifying pass runs the whole block anew, and overwrites it. The
-    mask hides keys and does not skip them: only a kernel that gathers would save time.
+    mask hides keys and does not skip them. Only a kernel that gathers would save time.
     """
 
     def __init__(self, model, rule, sinks=4, window=64):
@@ -84,8 +84,8 @@ def step_cost(costs, n, sinks, window):
 
 
 def promise(costs, n, alpha, sinks, window):
-    """(gamma, speed-up over plain decoding): the best that the formula promises after n tokens, if a drafted
-    token is accepted with probability alpha; gamma is 0 where nothing is gained."""
+    """(gamma, speed-up over plain decoding) of the best that the formula promises after n tokens, if a
+    drafted token is accepted with probability alpha; gamma is 0 where nothing is gained."""
     cost = step_cost(costs, n, sinks, window)
     gamma = best_gamma(alpha, cost)
     return gamma, expected_speedup(alpha, gamma, cost)

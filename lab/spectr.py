@@ -1,4 +1,4 @@
-"""Several drafts for one place, drawn independently from q: how often can one of them be kept?
+"""Several drafts for one place, drawn independently from q. How often can one of them be kept?
 
 `verify_tree` tries them in turn, each against what the one before left of p; k-SEQ (SpecTr, arXiv 2310.15141)
 each against p / rho. Medusa's typical acceptance does not write p's law. `python -m lab.spectr`
@@ -29,8 +29,8 @@ def solve(p, q, k):
 
 
 def k_seq(p, q, drafts, coins):
-    """k-SEQ: drafts (B, k), drawn from q (B, V), pass with probability min(1, p / (rho q)). Returns the first
-    that did (B,), k if none did, and the token (B,): that draft, or one from what p has left."""
+    """In k-SEQ drafts (B, k), drawn from q (B, V), pass with probability min(1, p / (rho q)). Returns the
+    first that did (B,), k if none did, and the token (B,): that draft, or one from what p has left."""
     k = drafts.shape[1]
     rho, beta = solve(p, q, k)
     passed = coins.flip(p.gather(1, drafts) / (rho * q.gather(1, drafts)))                  # (B, k)
@@ -43,9 +43,9 @@ def k_seq(p, q, drafts, coins):
 
 
 def chances(p, q, k):
-    """How often one of k drafts is kept, for p, q (V,): in turn, by k-SEQ, and at most. The most is the value
-    of a linear program, from sets of drafts to tokens, and so its smallest cut: tokens in H are kept at most
-    p(H) of the time, and a draft is outside of H 1 - q(H)^k of the time. There are 2^V cuts."""
+    """How often one of k drafts is kept, for p, q (V,), tried in turn, by k-SEQ, and at most. The most is the
+    value of a linear program, from sets of drafts to tokens, and so its smallest cut: tokens in H are kept at
+    most p(H) of the time, and a draft is outside of H 1 - q(H)^k of the time. There are 2^V cuts."""
     refused = 1.0
     left = p
     for _ in range(k):

@@ -1,4 +1,4 @@
-"""SWIFT (arXiv 2410.06916): a search for the sub-layers to skip on the text itself, while it is written. By
+"""SWIFT (arXiv 2410.06916) is a search for the sub-layers to skip on the text itself, while it is written. By
 our tables it needs more text than an answer has."""
 import torch
 

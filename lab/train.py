@@ -52,7 +52,7 @@ STEPS = (
 
 
 def add_numbers(group, rows):
-    """A flag for each row: (name, default, lowest, highest, help). Its type is that of the lowest value."""
+    """A flag for each row (name, default, lowest, highest, help). Its type is that of the lowest value."""
     for name, default, low, high, text in rows:
         group.add_argument(f"--{name}", type=number(low, high), default=default, metavar="N", help=text)
 
@@ -115,7 +115,7 @@ def drop_rates(n_layers, most):
 
 
 def choose(a, n_layers, g):
-    """What one step trains: (sub-layers kept, exit layer)."""
+    """What one step trains, (sub-layers kept, exit layer)."""
     kept = (torch.rand(2 * n_layers, generator=g, dtype=torch.float64) >= drop_rates(n_layers, a.dropout))
     u, v = torch.rand(2, generator=g, dtype=torch.float64).tolist()
     end = max(1, round(n_layers * a.shallow_end))
@@ -129,8 +129,8 @@ def losses(model, batch, sublayers, exit_layer=None, distil=0.0):
 
     The early exit uses the final norm and head, which all exits share. Its targets are the labels and, for
     the share `distil`, the final distribution of this same pass, as acceptance compares the two (soft labels:
-    Hinton et al. 2015, arXiv 1503.02531). No gradient flows into that target, because then the whole model would
-    learn to be as simple as its exit.
+    Hinton et al. 2015, arXiv 1503.02531). No gradient flows into that target, because then the whole model
+    would learn to be as simple as its exit.
     """
     tokens, labels = batch[:, :-1].long(), batch[:, 1:].long().flatten()        # (B, T), (B*T,)
     at, x = Placement.span(0, tokens.shape[1], tokens.device), model.embed(tokens)    # (B, T, dim)
@@ -209,7 +209,7 @@ class Run:
         self.start(a, text, device, self.model, [*muon, adamw])
 
     def start(self, a, text, device, trained, optimisers):
-        """Nothing is done yet. trained: the module whose weights learn."""
+        """Nothing is done yet. `trained` is the module whose weights learn."""
         self.a, self.text, self.device, self.trained, self.optimisers = a, text, device, trained, optimisers
         self.block = a.batch * a.context        # tokens of a step
         self.steps = max(1, round(a.tokens / self.block))

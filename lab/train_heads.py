@@ -1,4 +1,4 @@
-"""Training heads on a frozen model: Kangaroo, an exit block, EAGLE, M2R2, Medusa, Hidden Transfer, a prophet.
+"""Train heads on a frozen model, such as Kangaroo, EAGLE, M2R2, Medusa, Hidden Transfer and a prophet.
 
     python -m lab.train_heads medusa --model weights/stories-llama --out weights/stories-llama/heads/medusa
 
@@ -139,7 +139,7 @@ def questions(folder, model, tokenizer, count, seed):
 def write_text(model, count, seed, length, temperature=1.0, opening=0, prompts=None):
     """At least `count` tokens of texts that the model draws at this temperature, but the first `opening` of
     each at 1, one text after the other, each from a begin-of-text id to its end or to `length` tokens. (N,)
-    int32. prompts: what it answers instead, again and again: a chat model says little unasked."""
+    int32. prompts: what it answers instead, again and again, because a chat model says little unasked."""
     c, ids, coins = model.c, [], Coins(seed)
     if c.bos is None and not prompts:
         raise ValueError("this model has no begin-of-text id to start a text with: name texts with --data")
@@ -160,7 +160,7 @@ def write_text(model, count, seed, length, temperature=1.0, opening=0, prompts=N
 
 
 class Rows(StandIn):
-    """A model whose head says only some tokens: logits (B, T, N)."""
+    """A model whose head says only some tokens. Its logits are (B, T, N)."""
 
     def __init__(self, model, rows):
         self.model, self.rows = model, rows
@@ -222,7 +222,7 @@ LOSSES = {"kl": (kl, 0.8), "overlap": (overlap, math.exp(-1 / 4))}     # Medusa,
 
 def losses(head, batch, memory=None, loss=kl):
     """How far the head's distributions lie from the model's, as `loss` has it, at each step of the head,
-    averaged over the texts (B, T). memory: see `judged`."""
+    averaged over the texts (B, T). For `memory` see `judged`."""
     return [loss(target.float().log_softmax(-1), said.float().log_softmax(-1)).mean()
             for said, target in judged(head, batch, memory)]
 

@@ -56,12 +56,12 @@ class Transfer(Head):
         self.price = Price(weights=(self.count() + above) / steps, longest=steps)
 
     def spread(self, x):
-        """The pseudo states of each token: (B, T, dim) -> (B, T, steps, dim)."""
+        """The pseudo states of each token, (B, T, dim) -> (B, T, steps, dim)."""
         w = self.weights
         return F.linear(x, w.matrix.flatten(0, 1)).unflatten(-1, w.bias.shape) + w.bias
 
     def after(self, rows, k, before):
-        """What row k of the final pseudo states (B, steps, dim) says: (B, 1, V)."""
+        """What row k of the final pseudo states (B, steps, dim) says, (B, 1, V)."""
         return self.model.unembed(rows[:, k : k + 1])
 
     def predict(self, tokens, trace, cache):

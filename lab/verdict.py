@@ -1,9 +1,9 @@
-"""Two texts that should be equal, from any engines: where they part, and whether rounding explains it.
+"""Where do two texts part that should be equal, from any engines, and does rounding explain it?
 
     python -m lab.verdict --model DIR --prompt "Once upon a time" ours.txt theirs.txt
 
-A file holds what was written after the prompt: the text, or in .json a list of token ids. What is compared
-are the ids of prompt and text together, because a token may cross the border between them: after "time" the
+A file holds what was written after the prompt, as text or in .json as a list of token ids. What is compared
+are the ids of prompt and text together, because a token may cross the border between them. After "time" the
 text "s up" changes the prompt's last token. The two logits are those of the model in float64.
 
 Exit status 0: equal, or a near-tie; 1: rounding does not explain it; 2: bad input.
@@ -33,7 +33,7 @@ def parse(argv):
 
 
 def ids_of(path, prompt, encode):
-    """The ids of a prompt and its continuation. encode: from a text to ids."""
+    """The ids of a prompt and its continuation. encode(text) makes ids."""
     # trap: read as text, different ends of lines would be the same
     text = Path(path).read_bytes().decode("utf-8-sig")
     if Path(path).suffix != ".json":

@@ -14,7 +14,7 @@ import torch
 
 import files
 from machine.blocks import Piece, pad, widen
-from machine.tapes import Home, Joined
+from machine.tapes import Home, JoinedGraph
 from machine.tolerance import distance, tolerance
 from model import StandIn, Transformer
 
@@ -42,7 +42,7 @@ class Recorded(StandIn):
     the model later.
     """
 
-    def __init__(self, model, tape=Joined, widths=(1, 8), reach=REACH, say=None, lead=None,
+    def __init__(self, model, tape=JoinedGraph, widths=(1, 8), reach=REACH, say=None, lead=None,
                  exact=False):
         super().__init__(model)
         self.tape = tape
@@ -161,7 +161,13 @@ class Recorded(StandIn):
         first time that it is seen."""
         new = key not in tapes and key not in self.refused and not self.lead.frozen
         if new and (self.exact or key in self.seen):
-            self.record(tapes, key, f, inputs, fixed)
+            x, *placed = inputs
+            # trap: a width that no round of a rehearsal needed would run eagerly from then on
+            for width in self.widths if key.piece is None or key.piece.chain else [key.width]:
+                other = key._replace(width=width)
+                if other not in tapes and other not in self.refused:
+                    block = x if width == key.width else x[:, :1].repeat(1, width, 1)
+                    self.record(tapes, other, f, [block, *placed], fixed)
         self.seen.add(key)
         return tapes[key](inputs) if key in tapes else None
 

@@ -63,7 +63,7 @@ class Graph(Tape):
         self.graph.replay()
 
 
-class Joined(Graph):
+class JoinedGraph(Graph):
     """A graph whose small kernels are joined within each sub-layer."""
     plainer = Graph
 
@@ -76,7 +76,7 @@ class Joined(Graph):
 class Program(Graph):
     """A graph of one compiled program for all sub-layers of a pass. Kernels are joined even across
     sub-layers, but compiling takes longer with each one."""
-    plainer = Joined
+    plainer = JoinedGraph
 
     def prepare(self, f, model):
         if isinstance(f, Piece):

@@ -1,5 +1,6 @@
 """Arms: ways to draft with known costs, from which `methods.pace` chooses; and a rule that stops a
 draft by calibrated confidence."""
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -10,10 +11,12 @@ from layerskip import SelfDraft, early_exit
 from methods.base import Reader
 from methods.heads import pricing, shorter
 from methods.standin import ShortHead
+from methods.suffix import DEPTH
 from sampling import raw_probs
 
 FADE = 0.95     # the share of the counts that remains after each round
 TRUST = 0.98    # the same for a bin of confidence, after each token in it
+UNKNOWN = 11    # the bin of a confidence that was not asked for
 KNOWN = 4       # tests that the training of a head, or an earlier text, counts for
 
 
@@ -29,17 +32,25 @@ class Calibrated(Rule):
     def __init__(self, bars=None, gamma=MOST, prior=0.5, tests=0):
         super().__init__(gamma)
         self.bars = [0.3] * gamma if bars is None else bars
+        self.asks = True    # without that, a draft ends where it is longest
         self.sure = []      # [token][row]: the tenth of its confidence
         self.reach = []     # by row, the chance that all tokens so far, and the next, are right
         self.skill = Beta(tests * prior, tests * (1 - prior), prior)
-        self.trust = [Beta(prior=min(i + 0.5, 9.5) / 10) for i in range(11)]
+        self.trust = [Beta(prior=min(i + 0.5, 9.5) / 10) for i in range(1 + UNKNOWN)]
+
+    @property
+    def stop(self):
+        return self.unlikely if self.asks else None
 
     def how_far(self, state):
         self.sure = []
+        if not self.asks:   # their confidence is unknown, and has a bin of its own
+            self.sure = [[UNKNOWN] * len(state.known)] * self.longest
         self.reach = [self.skill.mean()] * len(state.known)
         return self.longest
 
-    def stop(self, k, logits, token):
+    def unlikely(self, k, logits, token):
+        """Which rows stop after token k: see `drafter.chain`."""
         sure = raw_probs(logits).amax(-1).nan_to_num(0.0)   # NaN is no index; the loop reports it
         tenths = [int(10 * chance) for chance in sure.tolist()]
         self.sure.append(tenths)
@@ -50,6 +61,8 @@ class Calibrated(Rule):
     def learn(self, state, r):
         # also while others draft, so that an old bad estimate fades
         self.skill.fade(FADE)
+        if not self.sure:
+            return      # another arm drafted
         for b, (drafted, kept) in enumerate(outcomes(r)):
             for k, tenths in enumerate(self.sure[: min(drafted, kept + 1)]):
                 self.count(k < kept, tenths[b])
@@ -62,15 +75,49 @@ class Calibrated(Rule):
             beta.add(hit, 1 - hit)
 
 
+class Copies:
+    """How often copied tokens are right. A long match is right more often than a short one, so the
+    lengths are told apart by their powers of two. The text shows it, whether it was drafted or
+    not."""
+
+    def __init__(self):
+        self.skills = [Beta(prior=1 - 0.5**k) for k in range(1 + DEPTH.bit_length())]
+
+    def chance(self, matched):
+        """The acceptance rate of copies after these lengths, one for each row; 0: no match."""
+        known = [self.skills[m.bit_length()].mean() if m else 0.0 for m in matched]
+        return sum(known) / len(known)
+
+    def learn(self, matched, copies, new):
+        """Compare what could have been copied with what was written."""
+        for m, copied, row in zip(matched, copies, new, strict=True):
+            same = [x == y for x, y in zip(copied, row, strict=False)]
+            if same:
+                right = [*same, False].index(False)
+                skill = self.skills[m.bit_length()]
+                skill.fade(FADE)
+                skill.add(right, right < len(same))
+
+
 @dataclass(eq=False)
 class Arm:
     """A way to draft, and what it costs. drafting(n, g) is the cost, in target passes over one
     token, of g tokens after n others. drafting(n, 0) is the part that occurs only once, to read
-    what others have written. `longest` is the longest draft."""
+    what others have written. `longest` is the longest draft, and `asking` is what its stop rule
+    costs for each token."""
     name: str
     drafter: Drafter
     drafting: Callable
     longest: int = MOST
+    asking: float = 0.0
+
+    def alone(self, longest, asks=False):
+        """Its drafter without Pace, for drafts of this length. With asks, its rule is asked, but
+        never stops."""
+        drafter = copy.copy(self.drafter)
+        drafter.rule = Calibrated([0.0] * longest, longest)
+        drafter.rule.asks = asks
+        return drafter
 
     def further(self, n):
         """The cost of each token after the first."""

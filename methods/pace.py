@@ -10,16 +10,16 @@ from collections import Counter
 from itertools import pairwise
 from typing import NamedTuple
 
-from control import MOST, Beta, weight_costs
+from control import MOST, weight_costs
 from drafter import Drafter, Wrapper
 from layerskip import same_model
-from methods.arms import FADE, KNOWN, Arm, candidates
-from methods.suffix import DEPTH, Suffix
+from methods.arms import KNOWN, Arm, Copies, candidates
+from methods.suffix import Suffix
 
 STAKE = 2.0     # passes that may be lost before anything is won
-RISK = 0.01     # what exploring may cost, as a share of plain decoding
+RISK = 0.005    # what exploring may cost, as a share of plain decoding
 MARGIN = 0.05   # an arm must promise this much more than plain decoding
-REST = 0.02     # share of the time that choosing may take while no arm gains
+REST = 0.01     # of a round: choosing takes no more of it, nor does a stop rule
 COPY = 7  # tokens that may be copied: with the last one a block of eight, as recorded ones are
 
 
@@ -44,8 +44,8 @@ class Pace(Wrapper):
     weights. What is learnt persists across runs, and `chosen` counts the rounds per arm.
 
     In a batch the rows share each pass and so the arm. The guarantee counts the tokens of the row
-    with the fewest, and leaves out the prompt and the time for choosing. That costs about as much
-    as any other step (`Costs.call`), so if nothing gains, Pace does not choose for a few rounds.
+    with the fewest, without the prompt. Where a round is short next to the time for choosing
+    (`Costs.thinking`), a choice holds for several rounds.
     """
 
     def __init__(self, model, arms=None, costs=None, most=MOST):
@@ -58,9 +58,9 @@ class Pace(Wrapper):
         self.copying = Arm("suffix", self.lookup, lambda n, g: 0.0)
         super().__init__(*(arm.drafter for arm in self.arms), self.lookup)
         self.whole = self.costs.pricing(range(2 * model.c.n_layers))
-        self.thinking = self.costs.call / self.costs.whole
-        # acceptance rates of copied tokens, by `matched.bit_length()`
-        self.copied = [Beta(prior=1 - 0.5**k) for k in range(1 + DEPTH.bit_length())]
+        self.thinking = self.costs.thinking / self.costs.whole
+        self.pause = int(self.thinking / REST)      # rounds between two decisions
+        self.copied = Copies()
         self.balance = STAKE
         self.chosen = Counter()
         self.now = Forecast(0, most, 1.0)
@@ -69,7 +69,8 @@ class Pace(Wrapper):
         self.passes = []        # the cost of a pass over 0, 1, 2, ... tokens of each row
         self.written = []       # of each row: how many tokens
         self.least = 0          # the fewest of a row that was not finished
-        self.asleep = 0         # rounds in which it does not choose
+        self.steady = 0         # rounds for which the last choice was to hold
+        self.holds = 0          # and for which it still does
 
     def begin(self, state, trace):
         same_model(self.model, state)
@@ -77,20 +78,20 @@ class Pace(Wrapper):
         self.written = [0] * len(state.known)
         self.passes = [self.costs.pass_cost(T, len(state.known)) for T in range(self.most + 3)]
         self.least = 0
-        self.asleep = 0
-        for arm in self.arms:
-            skill = arm.drafter.rule.skill
+        self.holds = 0
+        for skill in (arm.drafter.rule.skill for arm in self.arms):
             skill.fade(KNOWN / max(KNOWN, skill.hits + skill.misses))   # another text
 
     def look(self, state):
         """The Forecast of the next round."""
         n = max(state.lengths)
-        room = min(self.most, max(state.room))
-        return Forecast(n, room, self.whole(n) / self.costs.whole)
+        return Forecast(n, min(self.most, max(state.room)), self.whole(n) / self.costs.whole)
 
     def cost(self, arm, g):
-        """The cost, in passes, of a round in which the target verifies g tokens of an arm."""
-        return arm.drafting(self.now.n, g) + self.passes[1 + g]
+        """The cost, in passes, of a round: choose an arm, draft g tokens and verify them."""
+        held = 0 if arm is self.copying else self.pause
+        thinking = self.thinking / (1 + held) * (g > 0)
+        return thinking + arm.drafting(self.now.n, g) + self.passes[1 + g]
 
     def covered(self, cost):
         """Whether the balance covers a round of this cost if nothing is accepted."""
@@ -111,9 +112,8 @@ class Pace(Wrapper):
             cost = self.cost(arm, g)
             if not self.covered(cost):
                 break
-            spent = cost - catch_up + self.thinking
-            if tokens > best * spent:
-                best = tokens / spent
+            if tokens > best * (cost - catch_up):
+                best = tokens / (cost - catch_up)
                 length = g
             elif reach < best * further:    # each further token adds less than it costs
                 break
@@ -122,47 +122,60 @@ class Pace(Wrapper):
     def choose(self):
         """The Choice that promises most. An arm that is little known is taken to be good, so that
         it is tried."""
-        matched = self.lookup.matched
-        known = [self.copied[m.bit_length()].mean() if m else 0.0 for m in matched]
         self.copying.longest = max(map(len, self.found))
-        options = [(self.copying, sum(known) / len(known))]
+        options = [(self.copying, self.copied.chance(self.lookup.matched))]
         options += [(arm, arm.drafter.rule.skill.high()) for arm in self.arms]
-        best = 1 + MARGIN
-        chosen = self.nothing
-        length = 0
-        for arm, alpha in options:
-            rate, far = self.promise(arm, alpha)
-            if rate > best:
-                best = rate
-                chosen = arm
-                length = far
-        if chosen in self.arms:
-            length = self.open_end(chosen, length)
-        return Choice(chosen, [self.cost(chosen, g) for g in range(1 + length)])
+        promises = [self.promise(*option) for option in options]
+        rate, length = max(promises)
+        arm = options[promises.index((rate, length))][0]
+        if rate <= 1 + MARGIN:
+            return self.covering(self.nothing, 0)
+        if arm in self.arms:
+            length = self.end(arm)
+        return self.covering(arm, length)
 
-    def open_end(self, arm, length):
-        """How many tokens the balance covers, since the arm's rule ends the draft."""
+    def end(self, arm):
+        """The longest draft of an arm: any length that its rule allows, unless it takes long to ask
+        the rule. It is made for what the arm brings, not for what it might bring."""
         rule = arm.drafter.rule
-        most = min(self.now.room, arm.longest)
-        rate, _ = self.promise(arm, rule.skill.mean())  # what it brings, not what it might bring
+        rule.asks = arm.asking <= REST
+        rate, length = self.promise(arm, rule.skill.mean())
+        if not rule.asks:
+            return max(1, length)
         further = arm.further(self.now.n)
         rule.bars = [rate * (further + more - less) for less, more in pairwise(self.passes[2:])]
-        while length < most and self.covered(self.cost(arm, length + 1)):
-            length += 1
-        rule.longest = length
-        return length
+        return min(self.now.room, arm.longest)
+
+    def covering(self, arm, length):
+        """The Choice of this arm with as many of these tokens as the balance covers."""
+        costs = [self.cost(arm, g) for g in range(1 + length)]
+        while not self.covered(costs[-1]):
+            costs.pop()
+            if not costs:
+                return Choice(self.nothing, [1.0])
+        if arm in self.arms:
+            arm.drafter.rule.longest = len(costs) - 1
+        return Choice(arm, costs)
+
+    def decide(self, state):
+        """Choose how this round drafts. A choice that is made again holds longer, for at most
+        `pause` rounds, but what may be copied is new in every round."""
+        self.found = [[]] * len(state.known)
+        self.holds -= 1
+        last, costs = self.choice
+        if self.holds >= 0:
+            self.choice = self.covering(last, len(costs) - 1)
+            return
+        self.lookup.enter(state)
+        self.found = self.lookup.found(state)
+        self.now = self.look(state)
+        self.choice = self.choose()
+        same = self.choice.arm is last is not self.copying
+        self.steady = min(self.pause, 2 * self.steady + 1) * same
+        self.holds = self.steady
 
     def propose(self, state):
-        self.now = self.look(state)
-        self.choice = Choice(self.nothing, [1.0])
-        self.found = [[]] * len(state.known)
-        self.asleep -= 1
-        if self.asleep < 0:
-            self.lookup.enter(state)
-            self.found = self.lookup.found(state)
-            self.choice = self.choose()
-            if self.choice.arm is self.nothing:
-                self.asleep = int(self.thinking / REST)
+        self.decide(state)
         arm, costs = self.choice
         self.chosen[arm.name] += 1
         return arm.drafter.propose(state).cut(len(costs) - 1)
@@ -175,24 +188,13 @@ class Pace(Wrapper):
         self.least = least
         for arm in self.arms:
             arm.drafter.observe(state, r)
-        self.read(r)
-
-    def read(self, r):
-        """Count what would have been copied, which the text shows, whichever arm drafted."""
-        for copy, m, new in zip(self.found, self.lookup.matched, r.new, strict=True):
-            same = [x == y for x, y in zip(copy, new, strict=False)]
-            if same:
-                right = [*same, False].index(False)
-                copied = self.copied[m.bit_length()]
-                copied.fade(FADE)
-                copied.add(right, right < len(same))
+        self.copied.learn(self.lookup.matched, self.found, r.new)   # whichever arm drafted
 
     def summary(self):
         """How often each arm drafted, and its present estimates, as one line."""
         why = {}
         for arm in self.arms:
-            alpha = arm.drafter.rule.skill.mean()
-            price = arm.further(self.now.n)
-            why[arm.name] = f" ({alpha:.0%} accepted, each token costs {price:.0%} of a pass)"
+            alpha = f"{arm.drafter.rule.skill.mean():.0%} accepted"
+            why[arm.name] = f" ({alpha}, each token costs {arm.further(self.now.n):.0%} of a pass)"
         often = self.chosen.most_common()
         return ", ".join(f"{name} in {count} rounds{why.get(name, '')}" for name, count in often)

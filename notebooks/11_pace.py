@@ -5,7 +5,7 @@
 # some texts nothing helps. `Pace` is the library's own controller, and what `generate.py` uses by
 # default. It learns from the rounds so far which way of drafting writes the most tokens per unit of
 # time. And it can promise something: by its table of costs, it is never slower than plain decoding
-# by more than 1 % and two passes.
+# by more than half a percent and two passes.
 #
 # > **The cost of an experiment is known before it is made. So a program can
 # > save up for it, and never lose more than it has saved.**
@@ -100,11 +100,11 @@ figure
 #
 # A draft can fail. But its cost is known before the round: each drafted token costs c, and their
 # number is fixed by then. Pace keeps a balance. It starts at two passes, the *stake*. Each written
-# token adds one pass, which is what it would have cost without drafting, and a small extra of 1 %.
+# token adds one pass, which is what it would have cost without drafting, and half a percent more.
 # Each round subtracts what it costs. A round begins only if the balance covers what it would lose
 # with nothing accepted, so the balance never falls below zero. That *is* the guarantee: by its
-# table of costs, Pace is never slower than plain decoding by more than 1 % and two passes. By the
-# clock, it holds as far as the table is right.
+# table of costs, Pace is never slower than plain decoding by more than half a percent and two
+# passes. By the clock, it holds as far as the table is right.
 #
 # To test it, we give Pace a useless draft: the second half of the model alone. We compare it with a
 # fixed rule that drafts two tokens with it in every round.
@@ -114,7 +114,7 @@ figure
 # %%
 from layerskip import SelfDraft
 from methods.arms import self_draft
-from methods.pace import STAKE
+from methods.pace import RISK, STAKE
 
 useless = list(range(L, 2 * L))                                 # the second half of the model
 careful = Pace(model, [self_draft("useless", model, useless, costs)], costs)
@@ -136,16 +136,16 @@ if SHIPPED and useless == list(range(L, 2 * L)):                # what the text 
     assert 0.9 < -fixed[-1][1] / fixed[-1][0] < 1.1
 
 # %% jupyter={"source_hidden": true}
-won = [p - STAKE - 0.01 * t for p, t in zip(balances, tokens, strict=True)]
+won = [p - STAKE - RISK * t for p, t in zip(balances, tokens, strict=True)]
 figure, ((side,),) = plots.axes(1, 1, width=8, height=3.6)
 side.plot(tokens, won, color=plots.HUES[0], label="Pace")
-side.plot([0, 120], [-STAKE, -STAKE - 1.2], color="#404040", ls=":", label="the guarantee")
+side.plot([0, 120], [-STAKE, -STAKE - 120 * RISK], color="#404040", ls=":", label="the guarantee")
 side.plot(*zip(*fixed, strict=True), color=plots.HUES[1], ls="--",
           label=f"two in every round: {fixed[-1][1]:.0f} at the end")
 side.axhline(0, color="#808080", lw=0.8)
 side.set(xlabel="tokens written", ylabel="passes saved", ylim=(-12, max(won) + 2))
 side.legend(frameon=False, loc="upper left")
-assert all(w >= -STAKE - 0.01 * t - 1e-6 for w, t in zip(won, tokens, strict=True))
+assert all(w >= -STAKE - RISK * t - 1e-6 for w, t in zip(won, tokens, strict=True))
 figure
 
 # %% [markdown]
@@ -195,7 +195,7 @@ for _ in rounds(model, [prompt], 120, free):
     pass
 for _ in rounds(model, [prompt], 120, SelfDraft(model, good, 2)):
     spent += 1 + 2 * costs.step(good)
-saved = free.balance - STAKE - 0.01 * 120, 120 - spent
+saved = free.balance - STAKE - RISK * 120, 120 - spent
 assert not SHIPPED or saved[0] > saved[1] > 0
 print("of 120 passes, Pace saves {:.0f}, the fixed rule {:.0f};".format(*saved), free.chosen)
 

@@ -26,7 +26,7 @@ from methods.suffix import Suffix
 from methods.trees import ancestors, best_tree
 from model import Transformer
 from support import cli, own
-from support.measure import kept_costs, measure_step
+from support.measure import kept_costs, measure_arms, measure_step, priced
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = 64e6     # bytes of a model's blocks from which on its costs are measured
@@ -36,11 +36,13 @@ OF_THE_LAB = {"transfer": "lab/transfer.py:Transfer", "m2r2": "lab/m2r2.py:M2R2"
 
 class Plan(NamedTuple):
     """How a run drafts. make() returns a new drafter, one for each run, because a rule learns from
-    its text. `note` is the line that the run prints about it."""
+    its text. `note` is the line that the run prints about it. parts() returns drafters that it may
+    choose late, so that a rehearsal has to try them all."""
     draft: str
     make: Callable
     gamma: int
     note: str
+    parts: Callable = list
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,10 @@ def itself_quantised(ask):
     if ask.how.skip is not None:
         sublayers = cli.read_skip(ask.how.skip, L)
     twin = quantise(model, ask.kind, head=ask.kind, rounds=True)
-    return ask.plan(partial(SelfDraft, ask.short(model.alongside(twin)), sublayers))
+    where = ""
+    if model.tok.is_cuda:
+        where = ", which saves memory but no time on a GPU, where each product rebuilds its matrix"
+    return ask.plan(partial(SelfDraft, ask.short(model.alongside(twin)), sublayers), where)
 
 
 def trained(ask):
@@ -228,7 +233,8 @@ def auto(ask):
     if alone and not target.quantised and how.skip is None:
         found = trained_beside(folder, model)
     # trap: several processes would measure different costs, and so draft different tokens
-    measured = alone and target.may_measure and size(model.blocks) >= MEASURED
+    large = size(model.blocks) >= MEASURED or model.tok.is_cuda  # a GPU waits not only for bytes
+    measured = alone and target.may_measure and large
     costs = kept_costs(model) if measured else byte_costs(model)
     rough = None
     if measured and rows.multiplies(model):
@@ -243,12 +249,22 @@ def auto(ask):
             c = byte_costs(other).whole / byte_costs(model).whole
         small = other, c
 
+    def arms():
+        return candidates(model, costs, skip, vocab, found, rough, small)
+
+    table = {}
+    if measured and model.tok.is_cuda:      # there a step is not the sum of its parts
+        table = measure_arms(model, arms(), costs)
+
     def make():
-        arms = candidates(model, costs, skip, vocab, found, rough, small)
-        return Pace(model, arms, costs, most=ask.gamma)
+        known = [priced(arm, table[arm.name]) if table else arm for arm in arms()]
+        return Pace(model, known, costs, most=ask.gamma)
 
     said = "as measured here" if measured else "by weights"
-    return Plan("auto", make, ask.gamma, f"draft: auto, with costs {said}")
+    def parts():
+        return [arm.alone(min(2, arm.longest)) for arm in arms()]
+
+    return Plan("auto", make, ask.gamma, f"draft: auto, with costs {said}", parts)
 
 
 def named_or_beside(path, beside, read, size):

@@ -219,11 +219,12 @@ class Writer:
         return rounds(self.model, self.prompts, self.options.max_new, drafter, probs, coins,
                       self.eos, None, verifier)
 
-    def rehearse(self, makers):
-        """Record the passes of the first 24 rounds, before anything is timed or printed."""
+    def rehearse(self, drafters):
+        """Record the passes of the first 24 rounds, before anything is timed or printed. drafters:
+        () -> new ones."""
         def write():
-            for make in makers:
-                for _ in islice(self.rounds(make()), 24):
+            for drafter in drafters():
+                for _ in islice(self.rounds(drafter), 24):
                     pass
         self.model.rehearse(write)
 
@@ -296,10 +297,8 @@ def run(options):
     writer = Writer(options, model, tokenizer, prompts)
     planned = plan_of(options, model, tokenizer)
     if options.fast:
-        makers = [planned.make]
-        if options.compare:
-            makers.append(lambda: None)
-        writer.rehearse(makers)
+        plainly = [None] if options.compare else []
+        writer.rehearse(lambda: [planned.make(), *planned.parts(), *plainly])
     player = None
     if options.page:
         player = page.Player(tokenizer, prompts[0], options.sampling.seed)

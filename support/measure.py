@@ -15,11 +15,14 @@ from pathlib import Path
 import torch
 
 from control import MOST, Costs
+from drafter import Draft, Drafter
 from files import guarded, note, read_json
 from kvcache import KVCache
 from machine.kept import cache_file, identity, keep
-from model import Placement
+from methods.pace import Pace
+from model import SPARE, Placement
 from sampling import Coins, raw_probs, to_probs
+from speculative import State, one_round, rounds
 from support.cli import read_beside
 from verification import verify
 
@@ -46,10 +49,10 @@ def interleave(actions, repeats):
 
 def measure_costs(model, repeats=50):
     """Costs in seconds, for one token after CONTEXT others. It measures the head; a drafted step
-    without sub-layers; each sub-layer, scaled so that the parts add up to a plain round; blocks of
-    1 to 17 tokens, with their verification; and the extra cost of an attention after 16 times as
-    many tokens. A recorded model replays its passes and its head; only the parts are measured
-    eagerly."""
+    without sub-layers; each sub-layer, scaled so that the parts add up to a plain round; whole
+    rounds with drafts of 0 to 16 tokens; the extra cost of an attention after 16 times as many
+    tokens; and how long it takes to choose a draft. A recorded model replays its passes and its
+    head; only the parts are measured eagerly."""
     far = 16 * CONTEXT
     unbounded = 2 * (model.c.n_layers > 1)      # an attention without a window, if there is one
     eager = model.bare()
@@ -67,10 +70,18 @@ def measure_costs(model, repeats=50):
         logits = model.unembed(model.run(model.embed(tokens[:, :1]), here, cache, []))
         return coins.choose(to_probs(logits, 1.0)), raw_probs(logits)
 
-    def read(T):
-        at = Placement.span(CONTEXT, CONTEXT + T, device)
-        logits = model.unembed(model.run(model.embed(tokens[:, :T]), at, cache))
-        return verify(to_probs(logits, 1.0), None, tokens[:, 1:T], coins), raw_probs(logits)
+    n = torch.tensor([CONTEXT + 1], device=device)
+    known = text[0, : CONTEXT + 1].tolist()
+    slots = torch.arange(cache.k.shape[3], device=device)[None]
+    written = slots % model.c.vocab_size
+    state = State(written, n, [known], [far], cache, model, to_probs, coins, (), slots)
+
+    def read(T):        # a round, which is then taken back
+        r = one_round(state, Given(T - 1), verify)
+        del known[CONTEXT + 1 :]
+        state.n = n
+        state.left = [far]
+        return r.new, r.logits
 
     parts = {i: partial(eager.run, x, here, cache, [i]) for i in range(2 * model.c.n_layers)}
     # trap: a pass takes longer after other work. It follows a pass here, as in plain decoding
@@ -89,7 +100,7 @@ def measure_costs(model, repeats=50):
     plain = times[1, ""]
     alone = [max(0.0, times[i] - times["empty"]) for i in parts]
     scale = max(0.0, plain - times["step"]) / (sum(alone) or 1.0)
-    return Costs(
+    costs = Costs(
         sublayers=tuple(scale * s for s in alone),
         head=times["head"],
         passes=tuple((T, times[T, ""] / plain) for T in WIDTHS),
@@ -97,6 +108,64 @@ def measure_costs(model, repeats=50):
         context=CONTEXT,
         window=model.c.window,
         call=max(0.0, times["step"] - times["head"]))
+    pace = Pace(model, costs=costs)
+    pace.begin(state, {})
+    thinking = interleave({"choose": partial(pace.decide, state)}, repeats)["choose"]
+    return replace(costs, thinking=thinking)
+
+
+class Given(Drafter):
+    """Drafts that cost only what it takes to send them to the device, as copies do."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.length = length
+
+    def propose(self, state):
+        if self.length == 0:
+            return Draft.none(state)
+        return Draft(state.send([[0] * self.length]), None, state.send([self.length]))
+
+
+def measure_arms(model, arms, costs, repeats=5):
+    """{the name of each arm: what a draft takes once, what each of its tokens takes, and what it
+    takes to ask its rule after a token}, in plain rounds, by the clock. All of it is measured in
+    whole rounds, with drafts of one and of four tokens."""
+    ids = [i % model.c.vocab_size for i in range(16)]
+    cache = KVCache(model.c, 1, 96 + SPARE, model.attention_dtype(), model.tok.device)
+
+    def rounds_of(drafter):
+        return partial(next, rounds(model, [ids], 80, drafter, cache=cache))
+
+    ways = {"plain": rounds_of(None)}
+    for arm in arms:
+        far = min(4, arm.longest)
+        ways[arm.name, 1] = rounds_of(arm.alone(1))
+        ways[arm.name, far] = rounds_of(arm.alone(far))
+        ways[arm.name, "asked"] = rounds_of(arm.alone(far, asks=True))
+    model.rehearse(lambda: [step() for step in ways.values()])
+    times = interleave(ways, repeats)
+    plain = times["plain"]
+    found = {}
+    for arm in arms:
+        far = min(4, arm.longest)
+        one = times[arm.name, 1] / plain - costs.pass_cost(2)
+        all_of_it = times[arm.name, far] / plain - costs.pass_cost(1 + far)
+        each = max(0.0, all_of_it - one) / max(1, far - 1)
+        asking = (times[arm.name, "asked"] - times[arm.name, far]) / plain / far
+        found[arm.name] = max(0.0, one - each), each, max(0.0, asking)
+    return found
+
+
+def priced(arm, measured):
+    """The Arm with the costs that were measured. What it has to read first costs what it did."""
+    once, each, asking = measured
+    before = arm.drafting
+
+    def drafting(n, g):
+        return before(n, 0) + (once + g * each) * (g > 0)
+
+    return replace(arm, drafting=drafting, asking=asking)
 
 
 @torch.inference_mode()
@@ -130,7 +199,7 @@ def read_costs(path, c):
             raw.pop(key, None)
         costs = Costs(**raw)
         ratios = [ratio for _, ratio in costs.passes]
-        numbers = [*costs.sublayers, costs.head, costs.slot, costs.call, *ratios]
+        numbers = [*costs.sublayers, costs.head, costs.slot, costs.call, costs.thinking, *ratios]
         if len(costs.sublayers) != 2 * c.n_layers or not all(0 <= x < math.inf for x in numbers):
             raise ValueError(f"expected {2 * c.n_layers} sub-layers, and numbers from 0 up")
     return replace(
@@ -142,7 +211,8 @@ def read_costs(path, c):
 
 def kept_costs(model):
     """The Costs of this model on this machine, in seconds, measured if no valid table is kept."""
-    path = cache_file(f"costs-{identity(model, type(model).__name__)}.json")
+    fields = tuple(Costs.__dataclass_fields__)      # a table of an older version lacks some
+    path = cache_file(f"costs-{identity(model, type(model).__name__, fields)}.json")
     if costs := read_beside(path, read_costs, model.c):
         return costs
     note("costs", f"measuring what a pass takes, about {SECONDS:.0f} seconds")

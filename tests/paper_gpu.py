@@ -2,6 +2,7 @@
 Every call of torch passes `__torch_function__`: ours refuses a mix of devices, and counts operations and
 waits. It cannot see kernels, streams, capture and timing, nor where CUDA rounds differently from a CPU."""
 import sys
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -153,3 +154,55 @@ class PaperGPU(TorchFunctionMode):
 
 def is_ours(file):
     return file.startswith(str(ROOT)) and "site-packages" not in file and file != __file__
+
+
+class Clock(PaperGPU):
+    """A paper GPU with a clock, in microseconds. The host pays for each call of a function and for each
+    launch; the device runs behind it, kernel after kernel; and a wait lets the host catch up. So what takes
+    time on the host, such as choosing a draft, is charged as it would be, and no test depends on timing.
+    `time.perf_counter` shows the host's time."""
+    CALL, LAUNCH, KERNEL, WAIT = 0.15, 6.0, 2.0, 10.0
+
+    def __enter__(self):
+        self.host = self.device = 0.0
+        super().__enter__()
+        self.patches.enter_context(patch.object(time, "perf_counter", lambda: 1e-6 * self.host))
+        sys.setprofile(self.called)
+        return self
+
+    def __exit__(self, *error):
+        sys.setprofile(None)
+        super().__exit__(*error)
+
+    def called(self, frame, event, arg):
+        self.host += self.CALL * (event in ("call", "c_call"))
+
+    def __torch_function__(self, *call):
+        sys.setprofile(None)
+        try:
+            return super().__torch_function__(*call)
+        finally:
+            sys.setprofile(self.called)
+
+    def book(self, name, tensors, out, goes):
+        before = self.operations["cuda"]
+        out = super().book(name, tensors, out, goes)
+        if self.operations["cuda"] > before:
+            self.launch(self.KERNEL)
+        return out
+
+    def launch(self, micros):
+        self.host += self.LAUNCH
+        self.device = max(self.device, self.host) + micros
+
+    def wait(self, what):
+        self.host = max(self.host, self.device) + self.WAIT
+
+    def replay(self, compute, micros):
+        """What a graph does: one launch, for all that it computes."""
+        sys.setprofile(None)
+        TorchFunctionMode.__exit__(self, None, None, None)
+        compute()
+        TorchFunctionMode.__enter__(self)
+        self.launch(micros)
+        sys.setprofile(self.called)

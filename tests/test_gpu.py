@@ -11,7 +11,7 @@ from control import Confidence
 from drafter import NGram
 from layerskip import SelfDraft
 from machine.recorded import Recorded
-from machine.tapes import Joined, Tape
+from machine.tapes import JoinedGraph, Tape
 from methods.heads import Eagle, Kangaroo, Medusa
 from methods.suffix import Suffix
 from methods.trees import Siblings
@@ -86,7 +86,7 @@ def test_the_law_of_a_text(judge, device):
 def test_recorded_passes_write_what_eager_ones_do(family, device):
     """CUDA graphs, each checked against the eager pass; simulated recordings where there are none."""
     m = make(LIVELY[family], device=device)
-    fast = Recorded(m, Tape if isinstance(m.tok.data, Paper) else Joined, say=pytest.fail)
+    fast = Recorded(m, Tape if isinstance(m.tok.data, Paper) else JoinedGraph, say=pytest.fail)
     want, _ = generate(m, PROMPTS[:2], 12)
     for name in ("plain", "exit", "gap", "stop", "n-gram"):
         for _ in range(3):      # seen, recorded, replayed

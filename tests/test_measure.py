@@ -40,14 +40,14 @@ def test_costs_leave_out_the_call_itself(models, monkeypatch):
         called.extend(action() for action in actions.values())
         times = {name: 2.0 + name for name in actions if isinstance(name, int)}
         blocks = {(T, which): 99.0 if which else 43.0 + 2 * T for T in WIDTHS for which in ("before", "")}
-        return times | {"empty": 0.5, "step": 3.0, "head": 2.0, "far": 13.6} | blocks
+        return times | {"empty": 0.5, "step": 3.0, "head": 2.0, "far": 13.6, "choose": 9.0} | blocks
 
     monkeypatch.setattr(measure, "interleave", fake)
     with torch.no_grad():
         costs = measure_costs(models["llama"], repeats=3)
     assert costs == Costs(tuple(0.5 * (1.5 + i) for i in range(12)), 2.0,
                           tuple((T, (43 + 2 * T) / 45) for T in WIDTHS),
-                          slot=pytest.approx(0.5 * (13.6 - 4) / 960), context=64, call=1.0)
+                          slot=pytest.approx(0.5 * (13.6 - 4) / 960), context=64, call=1.0, thinking=9.0)
     assert costs.whole == 45 and costs.step(range(2)) == pytest.approx((0.5 * 4 + 3) / 45)
     assert [x.shape for _, x in called[15:33:2]] == [(1, 1, 17)] * 9, "one token before each block"
     assert [x.shape for _, x in called[16:33:2]] == [(1, T, 17) for T in WIDTHS]

@@ -124,14 +124,32 @@ def test_a_longer_text_makes_passes_dearer(models):
     assert (now.n, now.grown, now.room) == (50, 50 / 20, 8)
 
 
-def test_it_sleeps_if_nothing_gains():
-    """To choose costs a fifth of a pass, so it sleeps for ten rounds. Counting weights it is free."""
-    arm = Arm("wrong", ModelDraft(make(TARGET.c, 1), Calibrated(prior=0.0)), each(0.9))
-    for call, sleeps in (3.25, 0.2 / REST), (0.0, 0):
-        drafter, awake = Pace(TARGET, [arm], replace(EVEN, call=call)), []
+@pytest.mark.parametrize("name, prior, price", [("nothing", 0.0, 0.9), ("right", 1.0, 0.01)])
+def test_a_choice_holds_for_several_rounds(name, prior, price):
+    """Choosing takes a fifth of a pass. A choice made again holds for one round more, then for 3, 7, 15 and
+    at most 20, whatever it is. Counting weights it is free."""
+    for thinking, times in (2.6, 5), (0.0, None):
+        arm = Arm("right", ModelDraft(TARGET, Calibrated(prior=prior)), each(price), 1)
+        drafter, awake = Pace(TARGET, [arm], replace(EVEN, thinking=thinking)), []
         drafter.lookup.best = lambda *_, awake=awake: awake.append(1) or (0.0, 0, [])
-        generate(TARGET, PROMPTS[:1], 44, drafter)
-        assert len(awake) == -(-44 // (1 + sleeps)) and drafter.chosen == {"nothing": 44}
+        _, passes = generate(TARGET, PROMPTS[:1], 44, drafter)
+        assert passes == (44 if name == "nothing" else 22) and drafter.chosen[name] >= passes - 1
+        assert len(awake) == (times or passes) and drafter.pause == (20 if times else 0)
+
+
+def test_a_rule_that_takes_long_is_not_asked():
+    """Then the arm drafts the length that is best by its acceptance rate, and learns it all the same."""
+    asked = []
+    for asking in 0.5 * REST, 2 * REST:
+        rule = Calibrated(prior=0.6)
+        ask = rule.unlikely
+        rule.unlikely = lambda *args, ask=ask: asked.append(1) or ask(*args)
+        arm = Arm("right", ModelDraft(TARGET, rule), each(0.2), asking=asking)
+        drafter = Pace(TARGET, [arm], EVEN)
+        drafter.lookup.best = lambda *_: (0.0, 0, [])
+        asked.clear()
+        generate(TARGET, PROMPTS[:1], 60, drafter)
+        assert rule.skill.mean() > 0.9 and bool(asked) == (asking < REST)
 
 
 # --- what it knows
@@ -157,8 +175,8 @@ def test_what_would_have_been_copied(models):
     """By the length that matched."""
     drafter = Pace(models["llama"], [], CHEAP)
     drafter.found, drafter.lookup.matched = [[5, 6, 7], [5, 6], [], [1]], [3, 2, 0, 1]
-    drafter.read(make_round([[5, 6, 9], [5, 6], [3], [2]], [0] * 4, [0] * 4))
-    one, two = drafter.copied[1:3]      # a match of one token; of two and three: 2 of 3, then 2 of 2
+    drafter.copied.learn(drafter.lookup.matched, drafter.found, [[5, 6, 9], [5, 6], [3], [2]])
+    one, two = drafter.copied.skills[1:3]      # a match of one token; of two and three: 2 of 3, then 2 of 2
     assert (one.hits, one.misses, two.hits, two.misses) == (0, 1, 2 * FADE + 2, FADE)
     assert (one.mean(), two.mean()) == (1 / 3, (2 * FADE + 2 + 1.5) / (3 * FADE + 4))
 
@@ -170,7 +188,7 @@ def test_confidence_is_calibrated():
     """By tenths, each of which fades by itself."""
     rule = Calibrated()
     assert [beta.mean() for beta in rule.trust] == pytest.approx(
-        [0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95, 0.95])
+        [0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95, 0.95, 0.95])
     for hit, tenth in ((0.75, 9), (0.0, 0), (1.0, 9)):
         rule.count(hit, tenth)
     assert rule.trust[9].mean() == pytest.approx((0.75 * TRUST + 1 + 1.9) / (TRUST + 1 + 2))
@@ -226,8 +244,8 @@ def test_promises_of_blocks_by_hand(models):
     for drafter.balance, g in (0.9, 1), (0.7, 0):      # of 1.25 for two and .65 for one, and .2 for reading
         assert drafter.promise(arm, 1.0)[1] == g
     arm.longest, drafter.balance, drafter.thinking = 1, 9.0, 0.4
-    assert drafter.promise(arm, 1.0) == (1.0, 0), "even choosing costs something"
-    drafter.thinking = 0.2
+    assert drafter.promise(arm, 1.0) == (1.0, 0), "to choose costs something, too"
+    drafter.thinking, drafter.pause = 0.4, 1
     assert drafter.promise(arm, 1.0) == (pytest.approx(2 / 1.85), 1)
 
 

@@ -16,7 +16,7 @@ from kvcache import KVCache, prefill
 from layerskip import SelfDraft, without
 from machine.blocks import Piece, single
 from machine.recorded import Recorded
-from machine.tapes import Graph, Joined, Tape
+from machine.tapes import Graph, JoinedGraph, Tape
 from methods.trees import ancestors
 from model import Placement
 from sampling import Coins, to_probs
@@ -161,7 +161,7 @@ def test_new_caches_replay_what_was_recorded_with_others(models, truth, monkeypa
     want = [row[:24] for row in truth[family]]
     assert all([text[-24:] for text in state.known] == want for state in states)
     assert len({state.cache.k.data_ptr() for state in states}) == 3 and len(m.homes) == 1
-    assert made == {id(tape) for tape in replays}, "all that was recorded is replayed"
+    assert made >= {id(tape) for tape in replays} != set(), "nothing else is replayed"
 
 
 def test_what_is_recorded(models):
@@ -178,7 +178,7 @@ def test_what_is_recorded(models):
     cache = write()[0]
     seen = {(key.piece.sublayers, key.width) for key, tape in m.home(cache).tapes.items() if tape}
     assert seen >= {(tuple(range(8)), 1), (tuple(range(8, 12)), 4)}
-    assert all(width in (1, 2, 4) for _, width in seen)
+    assert {width for _, width in seen} == {*m.widths}, "each in all widths: a later round may need them"
     m.rehearse(write)
     before = dict(m.home(cache).tapes)
     for _ in range(3):
@@ -270,7 +270,7 @@ def test_nothing_inside_a_graph_waits(family, monkeypatch):
         for _ in range(2):      # seen, and recorded
             (_, got), (_, r) = next(steps), next(want)
         assert got.new == r.new
-        assert len(pools) == 2 and len(set(pools)) == 1, "the draft and its check"
+        assert len(pools) == 4 and len(set(pools)) == 1, "the draft and its check, in both widths"
 
 
 @each_family
@@ -292,7 +292,8 @@ def test_joined_blocks_are_the_blocks(family):
         for sublayers in range(12), [0, 1, 2, 3, 5, 6, 8, 9, 10, 11]:
             piece = Piece(tuple(sublayers), (3, 8), True)
             texts = []
-            for run in piece, partial(piece.joined, compiled), partial(piece.whole, program):
+            whole = partial(piece.whole, program) if (width, end) == (4, 19) else piece
+            for run in piece, partial(piece.joined, compiled), whole:
                 torch.manual_seed(width)
                 cache = KVCache(m.c, 2, 32, torch.float64)
                 cache.k.normal_(), cache.v.normal_()
@@ -318,7 +319,7 @@ def test_what_cannot_be_compiled_is_recorded_as_it_is(models):
         assert generate(fast, PROMPTS[:1], 9) == generate(m, PROMPTS[:1], 9)
     assert fast.replays() and fast.alongside(m).tape is Tape
     assert said == ["recorded with more kernels, because of RuntimeError: no compiler"]
-    assert Joined.plainer is Graph
+    assert JoinedGraph.plainer is Graph
 
 
 def test_replays_wait_for_nothing(truth):

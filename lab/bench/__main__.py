@@ -1,4 +1,4 @@
-"""The command that measures: side by side in one process, A B A B, medians, after a warm-up.
+"""The command that measures, side by side in one process, A B A B, with medians after a warm-up.
 
     python -m lab.bench counts       operations of a round, and waits for a GPU: counted, so free of noise
     python -m lab.bench plain        plain decoding beside transformers

@@ -82,7 +82,7 @@ def taught(model, text, tokens, kind, *words):
 
 def worth(model, prompts, drafter, new, cost):
     """What is reported of a drafter, from greedy answers to all prompts, which are one batch.
-    cost(K): what a draft of K tokens takes, in passes of the target, by the weights that it reads."""
+    cost(K) is what a draft of K tokens takes, in passes of the target, by the weights that it reads."""
     counts = Counts()
     for _, r in rounds(model, prompts, new, drafter, eos=model.c.eos):
         counts.add(r)
@@ -116,10 +116,10 @@ def accelerated(model, text, prompts, new, exits):
 
 
 def stream_losses(model, head, batch):
-    """The cross-entropy of each stream for windows (B, T+1). The model's own comes first, then the losses of the rows of
-    the head, a Transfer from the embeddings on, each of which foresees a token further. (ProphetNet is an
-    encoder and a decoder; this is a decoder alone.) All is one pass, so that the losses of the rows also
-    train the keys and values that they read."""
+    """The cross-entropy of each stream for windows (B, T+1). The model's own comes first, then the losses of
+    the rows of the head, a Transfer from the embeddings on, each of which foresees a token further.
+    (ProphetNet is an encoder and a decoder; this is a decoder alone.) All is one pass, so that the losses of
+    the rows also train the keys and values that they read."""
     T, N, device = batch.shape[1] - 1, head.steps, batch.device
     x, at = model.embed(batch[:, :-1]), riders(T, N, device)
     x = model.run(torch.cat([x, head.spread(x).flatten(1, 2)], 1), at)
@@ -148,7 +148,7 @@ class Streams(train.Run):
 
 
 def prophet(text, device, streams, seed, tokens, shape=SHAPE):
-    """A finished run of a tiny model with so many streams. shape: some flags of lab/train.py."""
+    """A finished run of a tiny model with so many streams. `shape` holds some flags of lab/train.py."""
     a = parsed(train.parse, {
         "out": "nowhere", "data": "given", "device": device.type, "dtype": "float32", "seed": seed,
         "tokens": tokens, "context": CONTEXT, "batch": BATCH, "warmup": 20, "dropout": 0,

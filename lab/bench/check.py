@@ -1,5 +1,5 @@
 """Does this library compute your checkpoint right? Any folder that loads is compared with transformers.
-And what could drafting gain on it: see lab/bench/ceiling.py."""
+What drafting could gain on it stands in lab/bench/ceiling.py."""
 import gc
 import itertools
 import math
@@ -223,7 +223,7 @@ def check_logits(model, passes, said):
 
 
 def check_rounding(half, theirs, want, stored):
-    """How far the stored dtype is from float32, root mean square: a half dtype rounds in both libraries."""
+    """How far the stored dtype is from float32, root mean square. A half dtype rounds in both libraries."""
     ours, theirs = (float((x - want).norm() / want.norm()) for x in (half, theirs))
     return judge(f"error of {str(stored)[6:]} against float32, root mean square", f"{ours:.1e}",
                  f"{theirs:.1e}", ours <= 1.5 * theirs)
@@ -257,7 +257,7 @@ def texts(tokenizer, c):
 
 
 def run(a):
-    """One model in memory at a time: ours as stored, theirs, ours in float32."""
+    """One model is in memory at a time, first ours as stored, then theirs, then ours in float32."""
     folder = Path(a.model)
     model, tokenizer = checkpoint.load(folder, a.device)  # refuses in one line what it would compute wrongly
     c, stored = model.c, model.tok.dtype

@@ -28,7 +28,7 @@ def run_costs(a):
 
 
 def against_plain(model, prompts, drafter, new, repeats):
-    """(tau, speed relative to plain decoding): drafted and plain in turn, prompt by prompt. drafter():
+    """(tau, speed relative to plain decoding), drafted and plain in turn, prompt by prompt. drafter() makes
     a new one."""
     makers = {"plain": lambda: None, "drafted": drafter}
     runs = [compare(lambda d, ids=ids: rounds(model, [ids], new, d, eos=model.c.eos), makers, 1, repeats)

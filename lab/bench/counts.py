@@ -1,4 +1,4 @@
-"""What a round takes outside the sub-layers: tensor operations, and waits for the device. Both are counted,
+"""The tensor operations of a round outside the sub-layers, and its waits for the device. Both are counted,
 not timed, and a GPU's on paper (see tests/paper_gpu.py), so that none is needed.
 """
 from control import Confidence

@@ -38,7 +38,7 @@ COLUMNS = {"tokens/s": "{tokens_per_second:.0f}", "ratio to plain": "{ratio:.2f}
 
 @dataclass
 class Sample:
-    """One prompt continued once. decode: seconds after the prompt was read."""
+    """One prompt continued once. `decode` counts seconds after the prompt was read."""
     ids: list
     decode: float
     rounds: list = field(default_factory=list)      # (accepted, proposed)
@@ -64,8 +64,8 @@ class Method:
 
 
 class Bench:
-    """Some prompts and one way of sampling: models[dtype] = (target, small model or None), first the timed
-    ones, last those in float64, which are left out if a row of logits has the same bits in every block.
+    """Some prompts and one way of sampling, with models[dtype] = (target, small model or None), first the
+    timed ones, last those in float64, which are left out if a row of logits has the same bits in every block.
     heads: those that draft for the timed target. warm: whether each method first writes a short text."""
 
     def __init__(self, models, prompts, flags, new, repeats, heads=(), judge=verify, warm=True):
@@ -80,7 +80,7 @@ class Bench:
                       verify=self.judge)
 
     def write(self, make, i, new=None):
-        """Prompt i, timed and metered. new: how many tokens, if not as many as usual."""
+        """Prompt i, timed and metered. `new` tells how many tokens, if not as many as usual."""
         s = Sample([], 0.0)
         with metered([m for m in (self.model, self.small) if m], self.heads) as spent:
             timed = Writing(make(self.model, self.small), spent)

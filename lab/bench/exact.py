@@ -43,7 +43,7 @@ def usual_coins(seeds):
 
 def write(model, coins, probs, prompts, seeds, new, slots, drafter=None):
     """([(ids, their rows of logits)] of each prompt, seconds since the prompts were read), in a cache of so
-    many slots. coins: Race, or `usual_coins`."""
+    many slots. `coins` is Race, or `usual_coins`."""
     cache = KVCache(model.c, len(prompts), slots, model.attention_dtype(), model.tok.device)
     found = [([], []) for _ in prompts]
     watch = Stopwatch(drafter)
@@ -55,7 +55,7 @@ def write(model, coins, probs, prompts, seeds, new, slots, drafter=None):
 
 
 def alone(model, coins, probs, prompts, new, slots, draft=lambda model: None):
-    """What `write` returns, each prompt by itself. draft(model): a drafter."""
+    """What `write` returns, each prompt by itself. draft(model) makes a drafter."""
     texts = [write(model, coins, probs, [ids], [seed], new, slots, draft(model))
              for seed, ids in enumerate(prompts)]
     return [text for (text,), _ in texts], sum(seconds for _, seconds in texts)
@@ -147,8 +147,8 @@ def run_prompts(a):
 
 
 def over_usual(way, exact, usual, probs, repeats):
-    """The time that a way takes with --exact, relative to without, as medians of runs in turn after a warm-up.
-    Greedily nothing depends on the race, and generate.py leaves it out."""
+    """The time that a way takes with --exact, relative to without, as medians of runs in turn after a
+    warm-up. Greedily nothing depends on the race, and generate.py leaves it out."""
     coins = usual_coins if probs is to_probs else Race
     seconds = []
     for _ in range(repeats + 1):

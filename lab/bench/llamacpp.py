@@ -1,4 +1,4 @@
-"""llama.cpp on SmolLM2, or on another GGUF file: in bfloat16, as this library reads it, and in the few bits
+"""llama.cpp on SmolLM2, or on another GGUF file, in bfloat16, as this library reads it, and in the few bits
 that it came in.
 
 It needs the package llama-cpp-python, built for the machine that it runs on.

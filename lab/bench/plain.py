@@ -63,7 +63,7 @@ def rehearsed(model, prompt, new):
 
 
 def reading(count, device):
-    """A function that reads so many bytes, as fast as memory allows: it sums a tensor of that size."""
+    """A function that reads so many bytes, as fast as memory allows. It sums a tensor of that size."""
     x = torch.ones(count // 4, device=device)
     return lambda: x.sum().item()
 

@@ -1,5 +1,5 @@
-"""Products of few rows: each matrix of a model by the loops of machine/rows.cpp and by the library, beside
-the time that reading as many bytes takes."""
+"""Products of few rows, with each matrix of a model by the loops of machine/rows.cpp and by the library,
+beside the time that reading as many bytes takes."""
 from functools import partial
 
 import torch

@@ -1,5 +1,5 @@
-"""The search for sub-layers to skip, against the truth: all 4,096 sets of twelve groups of them. Its regret
-is how far the best set it has seen is from the best there is."""
+"""The search for sub-layers to skip, compared with the truth about all 4,096 sets of twelve groups. Its
+regret is how far the best set it has seen is from the best there is."""
 import statistics
 from dataclasses import dataclass
 from functools import partial
@@ -98,7 +98,7 @@ def regrets(space, land):
 
 
 def over_everything(a, model, calibration, prompts):
-    """All 2L bits but the first two, with measured costs: the search beside the best early exit."""
+    """All 2L bits but the first two, with measured costs. The search is compared with the best early exit."""
     L, costs = model.c.n_layers, measure_costs(model, repeats=100)
     space, score = Space(L, tuple(range(2, 2 * L))), partial(speedup, calibration, costs)
     exits = [early_exit(L, e) for e in range(1, L)]
@@ -116,7 +116,7 @@ def over_everything(a, model, calibration, prompts):
 
 
 def landscape(a, space, calibration, costs):
-    """What every set is worth: from the file, which only the shipped Llama has, or scored anew."""
+    """What every set is worth, from the file, which only the shipped Llama has, or scored anew."""
     shipped = Path(a.model).resolve() == WEIGHTS / "stories-llama"
     if shipped and LANDSCAPE.is_file():
         return dict(np.load(LANDSCAPE))

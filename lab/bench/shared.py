@@ -1,4 +1,4 @@
-"""What the benchmarks share: models, prompts, forecasts and tables."""
+"""The models, prompts, forecasts and tables that the benchmarks share."""
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -21,7 +21,7 @@ def story_tokenizer():
 
 
 def foreseeable():
-    """A model whose text can be foreseen: it has few tokens, and as attention is weak, one tells the next."""
+    """A model whose text can be foreseen. It has few tokens, and as attention is weak, one tells the next."""
     m = make(replace(LLAMA, vocab_size=300, bos=0, eos=(0,)), 1).float()
     for b in m.blocks:
         b.attn.wo *= 0.05

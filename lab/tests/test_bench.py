@@ -100,7 +100,7 @@ def sample(tokens, decode, passes, proposed=0, accepted=0, draft=0.0, read=8.0):
 
 
 def test_a_row_by_hand():
-    """Three prompts, two runs each: plain decoding at 3 (2 and 4), 8, 8 tokens/s; 8, 16, 8."""
+    """Three prompts with two runs each, plain decoding at 3 (2 and 4), 8, 8 tokens/s; 8, 16, 8."""
     quick, slow = sample(8, 0.5, 4, 8, 4, 0.25, 3.0), sample(8, 1.0, 4, 8, 4, 0.5, 3.0)
     plain = Method(samples={
         0: [sample(8, 4.0, 8), sample(8, 2.0, 8)], 1: [sample(8, 1.0, 8)] * 2,

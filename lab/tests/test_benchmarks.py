@@ -1,4 +1,4 @@
-"""The results page and the lab book tell the truth: commands parse, links lead somewhere, the counts are
+"""The results page and the lab book tell the truth. Commands parse, links lead somewhere, the counts are
 those of the code, and docs/papers.md quotes no other figures."""
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""A sparse draft: what it reads, how often it is accepted, what it is worth on paper; streams that
+"""What a sparse draft reads, how often it is accepted, what it is worth by bytes; streams that
 teach their model; and `lab.bench beyond` as a whole."""
 import itertools
 from copy import deepcopy
@@ -39,7 +39,7 @@ test_exact_law = promises.exact_law({
 @each_family
 @pytest.mark.parametrize("sinks, window", [(2, 3), (0, 2), (1, 99)])
 def test_a_draft_reads_its_sinks_and_its_window_and_nothing_else(models, family, sinks, window):
-    """Spoil one slot after the other: the draft changes if it is to read it, else not a bit."""
+    """Spoil one slot after the other. The draft changes if it is to read it, and otherwise not a bit."""
     m = models[family]
     state, _ = next(rounds(m, PROMPTS, 9))
     drafter, cache = SparseDraft(m, 1, sinks, window), state.cache
@@ -61,7 +61,7 @@ def test_a_draft_reads_its_sinks_and_its_window_and_nothing_else(models, family,
 
 @each_family
 def test_sparse_acceptance_is_that_of_the_first_draft(models, family):
-    """Position by position: what the drafter draws its first token from after that prompt."""
+    """At each position it is what the drafter draws its first token from after that prompt."""
     m, ids = models[family], [1, 5, 3, 2, 9, 4, 4, 7, 7, 2]
     for sinks, window in ((2, 3), (0, 1)):
         got, want = beyond.sparse_acceptance(Teacher(m, ids, warm), sinks, window), []

@@ -1,4 +1,4 @@
-"""Small tables: block verification beside token by token, plain decoding, products of few rows, long prompts,
+"""Small tables of block verification and token by token, plain decoding, products of few rows, long prompts,
 exact texts."""
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_what_changes_an_exact_text_and_what_does_not(monkeypatch):
 
 
 def test_of_three_prompts_all_texts_are_the_same_with_exact(monkeypatch):
-    """And the count counts: where each text that was drafted ends in another token, none is the same."""
+    """And the count counts. Where each drafted text ends in another token, none is the same."""
     a = bench.parse(["exact", "--model", "weights/stories-plain", "--new", "8", "--prompts", "3"])
     text, data = exact.run(a)
     kept = {what: count for what, count in data["counts"].items() if what.endswith(", with --exact")}

@@ -1,4 +1,4 @@
-"""The commands on the cards of the shipped weights can be followed: they parse, and name what exists."""
+"""The commands on the cards of the shipped weights can be followed. They parse, and name what exists."""
 import re
 import shlex
 from pathlib import Path

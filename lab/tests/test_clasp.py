@@ -1,4 +1,4 @@
-"""CLaSp and KnapSpec: their table by hand and by brute force, what they judge by, and the same text."""
+"""The table of CLaSp and KnapSpec by hand and by brute force, what they judge by, and the same text."""
 from dataclasses import replace
 from itertools import combinations
 
@@ -46,7 +46,7 @@ def test_clasp_judges_by_the_states_of_the_last_accepted_token(models, family, m
 
 
 def turns(angles):
-    """Units that turn a vector: the target's states, and `run`. What is skipped is missing from their sum."""
+    """The states and `run` of units that turn a vector. What is skipped is missing from their sum."""
     turn = [torch.tensor([[torch.cos(a), torch.sin(a)], [-torch.sin(a), torch.cos(a)]]) for a in angles]
     states = [torch.tensor([[1.0, 0.0]])]
     for matrix in turn:

@@ -18,13 +18,13 @@ EAGLE_3 = "2:2.36:4.32 3:2.79:4.09 4:3.08:4.05 5:3.32:4.13 6:3.46:4.20 7:3.54:4.
 
 @pytest.mark.parametrize("runs, c, v, K", [(EAGLE, 0.105, 1.087, 3), (EAGLE_3, 0.144, 1.181, 4)])
 def test_eagle_in_vllm(call, runs, c, v, K):
-    """Issue 20780: why do 29 % more accepted tokens make EAGLE-3 only 5 % faster?"""
+    """Why do 29 % more accepted tokens make EAGLE-3 only 5 % faster? (Issue 20780.)"""
     status, out, _ = call("--plain", 7.07, "--runs", *runs)
     assert status == 0 and out.startswith(f"c {c}, v {v}: ") and f"Best K: {K}." in out
 
 
 def test_a_long_draft_of_dflash(call):
-    """AEON-7's issue 6: after five of fifteen positions nothing is accepted."""
+    """In AEON-7's issue 6 nothing is accepted after five of fifteen positions."""
     rates, mean = doctor.read_line(AEON_7)
     assert len(rates) == 15 and 1 + sum(rates) == pytest.approx(mean)
     assert doctor.alphas(rates)[:6] == pytest.approx([0.60, 0.64, 0.56, 0.50, 0.57, 0], abs=0.005)

@@ -1,4 +1,4 @@
-"""Drafts that adapt: priced by what passes really read, Pace loses no more than it promises; and the
+"""Drafts that adapt. Priced by what passes really read, Pace loses no more than it promises; and the
 benchmark reports the regret that it defines."""
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""HAMburger: merging by hand, one computation for learning and writing, and exact as a drafter."""
+"""HAMburger's merging by hand, its one computation for learning and writing, and its exact drafts."""
 import promises
 import pytest
 import torch

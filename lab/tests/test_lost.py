@@ -1,5 +1,5 @@
 """What the lab keeps although it loses by the project's own tables (SWIFT, published rules, M2R2,
-Hidden Transfer, prophets): each does what its paper says, and none changes the text or its law."""
+Hidden Transfer, prophets). Each does what its paper says, and none changes the text or its law."""
 import doctest
 from dataclasses import replace
 
@@ -85,7 +85,7 @@ def test_matchness_is_that_of_drafts_along_the_window(models, family):
 
 
 def scripted(m, worth, **flags):
-    """A SWIFT that scores by a function of the set; and what is scored: (lengths, set, rows)."""
+    """A SWIFT that scores by a function of the set, and what is scored, (lengths, set, rows)."""
     swift, asked = SWIFT(m, window=3, threshold=0.99, **flags), []
     swift.score = lambda state, gone, rows: (
         asked.append((list(map(len, state.known)), gone, rows)) or worth(gone))

@@ -1,4 +1,4 @@
-"""DoNoHarm, a rule of the lab: it drafts as far as pays, tries a useless draft as often as it has saved for,
+"""DoNoHarm, a rule of the lab, drafts as far as pays, tries a useless draft as often as it has saved for,
 and changes no text."""
 import promises
 import pytest

@@ -1,4 +1,4 @@
-"""The linear program against what is known: block verification is the optimum of a chain, siblings are a
+"""The linear program against what is known. Block verification is the optimum of a chain, siblings are a
 flow. And what the page says."""
 from pathlib import Path
 

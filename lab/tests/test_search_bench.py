@@ -1,4 +1,4 @@
-"""The bench that judges the search: sets of bands and competitors."""
+"""The sets of bands and the competitors by which the search is judged."""
 from dataclasses import replace
 
 import pytest

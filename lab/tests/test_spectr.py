@@ -69,7 +69,7 @@ def test_the_optimum_is_the_largest_flow_from_sets_of_drafts_to_tokens(k):
 
 
 def test_typical_acceptance_by_hand():
-    """Of p = (.9, .06, .04) H is .39, so the bar is .09: one token passes, and it replaces the others, too.
+    """Of p = (.9, .06, .04) H is .39, so the bar is .09. One token passes, and it replaces the others, too.
     Where all three pass, one draft writes q; of two, the likeliest token is among them .64 of the time."""
     assert typical(*map(wide, PAIRS["p is surer"]), 1).tolist() == pytest.approx([1, 0, 0])
     for k, law_of_k in ((1, [0.4, 0.4, 0.2]), (2, [0.64, 0.32, 0.04])):

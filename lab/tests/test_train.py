@@ -1,4 +1,4 @@
-"""Training: the recipe by hand, what it learns, killed runs that are resumed, what is saved."""
+"""The training recipe by hand, what it learns, killed runs that are resumed, what is saved."""
 import signal
 from types import SimpleNamespace
 
@@ -119,7 +119,7 @@ def test_the_gradient_is_clipped_and_the_exit_loss_weighted(begin, monkeypatch):
 
 
 def test_the_learning_rate_of_each_step(begin):
-    """Of 1000: a warm-up, and a linear decay to 2 % and no less."""
+    """Of 1000 steps, a warm-up, and a linear decay to 2 % and no less."""
     run = begin(tokens=64_000, warmup=100, decay=0.5)
     for run.step, share in {0: 0.01, 49: 0.5, 98: 0.99, 99: 1, 500: 1, 600: 0.8, 750: 0.5, 989: 0.022,
                             990: 0.02, 999: 0.02}.items():

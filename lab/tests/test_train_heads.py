@@ -1,4 +1,4 @@
-"""Training heads: they learn, they draft, and a killed run that is resumed ends as any other."""
+"""Heads in training learn and draft, and a killed run that is resumed ends as any other."""
 import shutil
 from dataclasses import replace
 

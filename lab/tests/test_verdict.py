@@ -1,4 +1,4 @@
-"""Near-tie or bug, on the shipped model: its own text, one with an odd token, and one that a tie decides."""
+"""Near-tie or bug, for the shipped model's own text, one with an odd token, and one that a tie decides."""
 import json
 import shutil
 from pathlib import Path
@@ -32,7 +32,7 @@ def ids():
     ("Once upon a time", b"\xef\xbb\xbf there", b" there", 0, "equal: 1 tokens"),
     ("Once upon a time", b"\xef\xbb\xbf\xef\xbb\xbf there", b" there", 1, "after 0 equal tokens")], ids=str)
 def test_texts_are_compared_with_their_prompt(call, tmp_path, prompt, ours, theirs, status, said):
-    """As bytes: a byte order mark is skipped once, and ends of lines differ."""
+    """They are compared as bytes. A byte order mark is skipped once, and ends of lines differ."""
     files = tmp_path / "a.txt", tmp_path / "b.txt"
     for file, text in zip(files, (ours, theirs), strict=True):
         file.write_bytes(text)
