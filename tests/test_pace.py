@@ -46,7 +46,8 @@ def with_heads(m):
 
 
 def cheap(m):
-    return bold(Pace(m, candidates(m, CHEAP, SKIP, small=(small(m), 0.1)), CHEAP))
+    arms = candidates(m, CHEAP, SKIP) + candidates(m, CHEAP, small=(small(m), 0.1))
+    return bold(Pace(m, arms, CHEAP))
 
 
 PACES = {"by weights": Pace, "cheap": cheap, "heads": with_heads,
