@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
+
 from drafter import Rule
 from model import Config
 from sampling import raw_probs
@@ -180,35 +182,12 @@ class Confidence(Rule):
         return (confidence(logits, token) < self.threshold).tolist()
 
 
-@dataclass
-class Beta:
-    """An acceptance rate estimated from counts that fade, as the mean of a Beta distribution. The
-    estimate before any count, `prior`, weighs as much as two tests. At 0.5 this is Laplace's rule
-    of succession."""
-    hits: float = 0.0
-    misses: float = 0.0
-    prior: float = 0.5
-
-    def mean(self):
-        return (self.hits + 2 * self.prior) / (self.hits + self.misses + 2)
-
-    def high(self):
-        """An optimistic estimate, one standard deviation above the mean and at most 1."""
-        mean = self.mean()
-        return min(1.0, mean + (mean * (1 - mean) / (self.hits + self.misses + 3)) ** 0.5)
-
-    def fade(self, factor):
-        self.hits *= factor
-        self.misses *= factor
-
-    def add(self, hits, misses):
-        self.hits += hits
-        self.misses += misses
-
-
-def outcomes(r):
-    """(drafted, accepted) of each row."""
-    return list(zip(r.proposed.tolist(), r.accepted.tolist(), strict=True))
+def acceptance_rate(p, q):
+    """How likely a token that is drawn from q is to be accepted. It is the sum of q min(1, p / q),
+    which equals the sum of min(p, q) (Leviathan et al. 2023, Corollary 3.6). p and q (..., V) ->
+    (...) float64"""
+    # trap: a float32 sum of probabilities can exceed 1
+    return torch.minimum(p, q).double().sum(-1).clamp(max=1)
 
 
 def confidence(logits, token):

@@ -108,12 +108,13 @@ def rounds_with_cache(model, tokens, max_new, exit_layer, gamma, probs=to_probs,
         drafted = []
         q = []
         xs = []
-        for k in range(min(gamma, left - 1) + 1):
+        K = min(gamma, left - 1)
+        for k in range(K + 1):
             token = drafted[-1] if drafted else tokens[-1]
             x = model.embed(torch.tensor([[token]]))                            # (1, 1, dim)
             at = Placement.span(before + k, before + k + 1)
             xs.append(model.run(x, at, cache, first_blocks))
-            if k < min(gamma, left - 1):    # the last drafted token is only verified
+            if k < K:       # the last drafted token is only verified
                 q.append(probs(model.unembed(xs[-1]))[0, 0])
                 drafted.append(int(coins.choose(q[-1])))
         # Verify: the other blocks read D and all drafted tokens at once.

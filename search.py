@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 import checkpoint
-from control import Costs, best_along
+from control import Costs, acceptance_rate, best_along
 from kvcache import KVCache
 from layerskip import check_sublayers, shared_prefix
 from model import Placement, Transformer
@@ -76,13 +76,9 @@ class Teacher:
         return self.overlap(self.q(sublayers, short))
 
     def overlap(self, q):
-        """The acceptance rate of tokens that are drawn from any q (1, T, V). It is the sum of
-        q min(1, p / q), which equals the sum of min(p, q) (Leviathan et al. 2023, Corollary
-        3.6)."""
-        both = torch.minimum(self.p, q).double().sum(-1)[0].cpu()
-        # trap: a float32 sum of probabilities can exceed 1. NaN means an overflow, which `verify`
-        # rejects
-        return both.clamp(max=1).nan_to_num(0.0)
+        """The acceptance rate of tokens that are drawn from any q (1, T, V)."""
+        # NaN means an overflow, which `verify` rejects
+        return acceptance_rate(self.p, q)[0].cpu().nan_to_num(0.0)
 
 
 class Calibration:

@@ -74,7 +74,8 @@ def one_round(state, drafter, verify, eos=frozenset()):
     sublayers = range(2 * model.c.n_layers)
     # 1. Draft, but leave room for the token after the draft.
     draft = drafter.propose(state).fit(state)
-    # 2. The block: the last known token and the draft. Some sub-layers may have run already.
+    # 2. The block: the last known token and the draft. Some sub-layers may have run already. In the
+    # first round the prompt's last token is read again, so that every round has the same form.
     block = torch.cat([state.last(), draft.tokens], 1)                          # (B, K+1)
     ran = draft.reuse or Reuse(0, model.embed(block), {})
     # 3. One pass of the target over the block gives the distribution after each of its tokens.

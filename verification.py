@@ -70,14 +70,15 @@ def verify_block(p, q, tokens, coins, length=None):
         weights.append((weights[-1] * r).clamp(max=1))
     weight = torch.stack(weights, 1)                                            # (B, K+1)
     residual = (weight[:, :-1, None] * p[:, :-1] - q).clamp_(min=0)             # (B, K, V)
+    # column k: the mass after k + 1 tokens; that after all K is not needed
     mass = F.pad(residual.sum(-1)[:, 1:], (0, 1))                               # (B, K)
-    number = torch.arange(1, 1 + tokens.shape[1], device=p.device)              # (K,) 1, 2, ...
-    whole = number == live.sum(1, keepdim=True)
-    chance = torch.where(whole, weight[:, 1:], mass / (mass + 1 - weight[:, 1:]))
+    prefix = torch.arange(1, 1 + tokens.shape[1], device=p.device)              # (K,) 1, 2, ...
+    is_whole = prefix == live.sum(1, keepdim=True)                              # (B, K)
+    chance = torch.where(is_whole, weight[:, 1:], mass / (mass + 1 - weight[:, 1:]))
     # trap: 0 / 0 where w = 1 and p = q: any chance is right, as the rest is always accepted
     passed = coins.flip(chance) & live                                          # (B, K)
-    accepted = (passed * number).amax(1)                                        # (B,) the longest
-    return accepted, next_token(p, q, accepted, live, coins, weight)
+    accepted = (passed * prefix).amax(1)                                        # (B,) the longest
+    return accepted, next_token(p, q, accepted, live, coins, weight.gather(1, accepted[:, None]))
 
 
 # --- the frame of both
@@ -105,17 +106,15 @@ def against(p, q, tokens, length=None):
     return q, ratio[..., 0], live
 
 
-def next_token(p, q, accepted, live, coins, weight=None):
+def next_token(p, q, accepted, live, coins, weight=1.0):
     """The token after the accepted ones (B,). After a rejection it comes from the residual
-    max(p - q, 0), and otherwise from p, because q = 0 there. A `weight` (B, K+1) multiplies the
+    max(p - q, 0), and otherwise from p, because q = 0 there. A `weight` (B, 1) multiplies the
     residual's p."""
     row = torch.arange(len(p), device=p.device)
     rejected = accepted < live.sum(1)                                           # (B,)
     p = p[row, accepted]                                                        # (B, V)
     q = q[row, accepted.clamp(max=q.shape[1] - 1)]                              # (B, V)
-    residual = p
-    if weight is not None:
-        residual = weight[row, accepted, None] * p
+    residual = weight * p
     residual = (residual - q).clamp_(min=0)
     # trap: where p = q up to rounding, the residual of a rejection can be empty; then p is right
     some = rejected[:, None] & (residual.sum(-1, keepdim=True) > 0)

@@ -16,9 +16,9 @@ sys.path.insert(0, str(ROOT))
 
 from exercises import diagnose, splice  # noqa: E402
 from exercises.answers import SHAPES  # noqa: E402
+from exercises.cuts import change, read  # noqa: E402
 from exercises.grade import CONTEXT, grade  # noqa: E402
 from exercises.tasks import TASKS  # noqa: E402
-from support.cuts import change, read  # noqa: E402
 
 WORKERS = min(2, os.cpu_count() or 1)
 WRONG = read(Path(__file__).with_name("wrong.txt"))

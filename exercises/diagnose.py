@@ -22,7 +22,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from support import cuts  # noqa: E402
+from exercises import cuts  # noqa: E402
 from tests import mistakes  # noqa: E402
 
 COUNT = 6

@@ -25,11 +25,11 @@ from tiny import TINY, Fixed, Says, law, make, state_of, wide  # noqa: E402
 
 import minimal  # noqa: E402
 from drafter import chain  # noqa: E402
+from exercises.cuts import bare, change, find, read  # noqa: E402
 from exercises.serving import constrain, ring_mask, ring_size  # noqa: E402
 from methods.trees import verify_tree  # noqa: E402
 from sampling import Coins, to_probs  # noqa: E402
 from speculative import until  # noqa: E402
-from support.cuts import bare, change, find, read  # noqa: E402
 from verification import verify  # noqa: E402
 
 OURS = {"verify": verify, "verify_tree": verify_tree, "chain": chain, "until": until, "to_probs": to_probs,

@@ -10,7 +10,7 @@ import symtable
 import tokenize
 from pathlib import Path
 
-from support.cuts import Stale, find
+from exercises.cuts import Stale, find
 
 ROOT = Path(__file__).resolve().parent.parent
 HARMLESS = {"__future__", "bisect", "collections", "copy", "dataclasses", "functools", "heapq", "itertools",

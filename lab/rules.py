@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import torch
 
-from control import MOST, Beta, Confidence, best_gamma, confidence, outcomes
+from control import MOST, Confidence, best_gamma, confidence
 from drafter import Rule
 from methods.arms import Calibrated
+from methods.counts import Beta, outcomes
 from sampling import raw_probs
 
 

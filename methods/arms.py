@@ -5,10 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from control import MOST, Beta, expected_tokens, outcomes
+from control import MOST, expected_tokens
 from drafter import Drafter, ModelDraft, Rule
 from layerskip import SelfDraft, early_exit
 from methods.base import Reader
+from methods.counts import Beta, outcomes
 from methods.heads import pricing, shorter
 from methods.standin import ShortHead
 from methods.suffix import DEPTH
@@ -187,11 +188,12 @@ def smaller(model, c, costs):
 
 
 def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None, small=None):
-    """The usual arms. Of trained heads it is the one that promises most. Without heads, these are
-    exits after some parts of the blocks, and the skip set `skip` (its sub-layers) if there is one.
-    They draft with the draft vocabulary `vocab` (its ids), if there is one and the shorter head
-    saves more than any step costs. The quantised copy `rough` and the smaller model `small` join
-    them if there are any. Each is the model and what its step costs."""
+    """The usual arms. Of trained heads it is the one that promises most. The quantised copy `rough`
+    and the smaller model `small` join it if there are any, each given as the model and what its
+    step costs. Without all of these, the arms are exits after some parts of the blocks, and in any
+    case without heads the skip set `skip` (its sub-layers) if there is one. They draft with the
+    draft vocabulary `vocab` (its ids), if there is one and the shorter head saves more than any
+    step costs."""
     L = model.c.n_layers
     if vocab and costs.head * (1 - len(vocab) / model.c.vocab_size) < costs.call:
         vocab = None
@@ -204,8 +206,10 @@ def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None, small=
         arms = [head_draft(head, costs, vocab) for head in heads]
         return [max(arms, key=partial(promised, costs)), *models]
     short = ShortHead(model, vocab) if vocab else model
-    layers = sorted({max(1, round(L * part)) for part in model.exits} - {L})
-    drafts = {f"exit {e}": early_exit(L, e) for e in layers}
+    drafts = {}
+    if not models:      # an exit only pays on a model that was trained for it
+        layers = sorted({max(1, round(L * part)) for part in model.exits} - {L})
+        drafts = {f"exit {e}": early_exit(L, e) for e in layers}
     if skip:
         drafts["skip set"] = skip
     return [self_draft(name, short, subs, costs) for name, subs in drafts.items()] + models

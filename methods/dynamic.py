@@ -7,21 +7,13 @@ the published ones.
 """
 import torch
 
-from control import Confidence, best_gamma, expected_speedup, weight_costs
+from control import Confidence, acceptance_rate, best_gamma, expected_speedup, weight_costs
 from kvcache import pick
 from layerskip import SelfDraft, early_exit, same_model
 from sampling import raw_probs
 
 OMEGA = 0.95    # the share of the counts that remains when a round is scored
 WINDOW = 32     # how many of the prompt's last tokens are scored
-
-
-def overlaps(probs, p, logits):
-    """The acceptance rate of a draft at each place, which is the sum of min(p, q), and its
-    confidence there, which is the largest raw probability. p (..., V), logits (..., V) -> two
-    tensors (...), float64."""
-    both = torch.minimum(p, probs(logits)).double().sum(-1)
-    return both.clamp(max=1), raw_probs(logits).amax(-1).double()
 
 
 class DEL(SelfDraft):
@@ -76,7 +68,8 @@ class DEL(SelfDraft):
         place."""
         states = torch.stack([trace[tap] for tap in self.taps[:-1]])            # (E, B, T, dim)
         logits = self.model.unembed(states.flatten(0, 1)).unflatten(0, states.shape[:2])
-        hit, sure = overlaps(state.probs, p, logits)                            # (E, B, T) both
+        hit = acceptance_rate(p, state.probs(logits))                           # (E, B, T)
+        sure = raw_probs(logits).amax(-1).double()                              # (E, B, T)
         parts = torch.stack([hit, 1 - hit, hit * sure, (1 - hit) * sure])
         self.counts = OMEGA * self.counts + (parts * true).sum((2, 3)).cpu()           # (4, E)
         hits, misses, sure_hits, sure_misses = self.counts

@@ -22,9 +22,8 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import checkpoint
 from control import weight_costs
-from files import replacing
+from files import guarded, replacing
 from methods.eagle import Eagle
 from methods.kangaroo import ExitBlock, Kangaroo
 from methods.medusa import Medusa
@@ -85,7 +84,7 @@ def facts(folder):
     """What `save` noted of a head, which is its "kind", its "shape", the shape of its "model" and
     its "ranks"."""
     path = Path(folder) / FILE
-    with checkpoint.guarded(f"{path}: no trained heads for this model"):
+    with guarded(f"{path}: no trained heads for this model"):
         noted = json.loads(safe_open(path, framework="pt").metadata()["heads"])
         return {key: noted[key] for key in ("kind", "shape", "model", "ranks")}
 
@@ -97,7 +96,7 @@ def load(folder, model, kinds=KINDS):
     path = Path(folder) / FILE
     vocab = Path(folder) / VOCAB
     about = facts(folder)
-    with checkpoint.guarded(f"{path}: no trained heads for this model"):
+    with guarded(f"{path}: no trained heads for this model"):
         file = safe_open(path, framework="pt")
         if about["model"] != list(SHAPE(model.c)):
             raise ValueError("their model has another shape or vocabulary: train heads for this "

@@ -150,7 +150,6 @@ def verify_tree(p, tokens, parents, coins, q=None, length=None):
     return node, coins.choose(rest[row, node])
 
 
-
 # --- shapes
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from exercises.cuts import change, read
 from porting.check import ROOT
 from porting.library_engine import RULES, answer
-from support.cuts import change, read
 
 SOURCE = Path(__file__).with_name("numpy_port.py").read_text(encoding="utf-8")
 

@@ -171,19 +171,23 @@ def priced(arm, measured):
 @torch.inference_mode()
 def measure_step(model, twin, context=CONTEXT):
     """The time of a token in a model that drafts, the twin, relative to one in the model."""
-    device = model.tok.device
-    dtype = model.attention_dtype()
-    caches = {m: KVCache(m.c, 1, context + 8, dtype, device) for m in (model, twin)}
-    at = Placement.span(context, context + 1, device)
-    token = torch.zeros(1, 1, dtype=torch.long, device=device)
-
-    def step(m):
-        m.unembed(m.run(m.embed(token), at, caches[m]))
-
-    steps = {"model": partial(step, model), "twin": partial(step, twin)}
+    steps = {"model": one_token(model, context), "twin": one_token(twin, context)}
     model.rehearse(lambda: [act() for act in steps.values()])
     times = interleave(steps, 20)
     return times["twin"] / times["model"]
+
+
+def one_token(model, context=CONTEXT):
+    """() -> None, which reads a token after `context` others."""
+    device = model.tok.device
+    cache = KVCache(model.c, 1, context + 8, model.attention_dtype(), device)
+    at = Placement.span(context, context + 1, device)
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
+
+    def step():
+        model.unembed(model.run(model.embed(token), at, cache))
+
+    return step
 
 
 # --- tables in files
@@ -228,6 +232,7 @@ def kept_costs(model):
 
 def quick(model):
     """Costs in seconds, from as many repeats as fit into `SECONDS`, at least 5 and at most 30."""
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.tok.device)
-    one = interleave({"pass": lambda: model.forward(token)}, 3)["pass"]
+    step = one_token(model)
+    model.rehearse(step)
+    one = interleave({"pass": step}, 3)["pass"]
     return measure_costs(model, repeats=max(5, min(30, int(SECONDS / PASSES / one))))

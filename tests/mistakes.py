@@ -4,7 +4,7 @@
                                         test; with words, only rows with one of them in their file,
                                         function or reason
 
-The mistakes stand in mistakes.txt, and support/cuts.py plants them. Those in functions that are
+The mistakes stand in mistakes.txt, and exercises/cuts.py plants them. Those in functions that are
 exercises stand in exercises/wrong.txt, where the grader's message must also name them.
 """
 import multiprocessing
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from support.cuts import Stale, change, read  # noqa: E402
+from exercises.cuts import Stale, change, read  # noqa: E402
 
 WORKERS, LIMIT = min(2, os.cpu_count() or 1), 120     # seconds for one mistake
 

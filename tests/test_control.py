@@ -12,7 +12,6 @@ from promises import reader
 from tiny import LIVELY, PROMPTS, TINY, Says, make_round, small, state_of
 
 from control import (
-    Beta,
     Confidence,
     Costs,
     best_gamma,
@@ -21,6 +20,7 @@ from control import (
 )
 from drafter import Draft, Drafter, ModelDraft, NGram, Rule, chain, wanted
 from layerskip import SelfDraft, early_exit, without
+from methods.counts import Beta
 from methods.then import Then
 from model import Config, Transformer
 from speculative import generate, rounds

@@ -10,7 +10,7 @@ from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, warm
 from control import Costs
 from layerskip import early_exit
 from methods import dynamic
-from methods.dynamic import DEL, overlaps
+from methods.dynamic import DEL
 from sampling import Coins, to_probs
 from search import Teacher
 from speculative import generate, rounds
@@ -37,10 +37,6 @@ def test_only_the_target_itself_can_teach(models):
     for build in DRAFTERS.values():
         with pytest.raises(ValueError, match="the same model that decodes"):
             generate(models["llama"], PROMPTS, 4, build(make(LLAMA, 9)))
-
-
-def test_no_overlap_is_above_1():
-    assert float(overlaps(lambda x: x, torch.ones(1, 2), torch.ones(1, 2))[0]) == 1
 
 
 @each_family

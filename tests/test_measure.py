@@ -70,6 +70,23 @@ def test_a_step_of_a_copy_is_relative_to_the_models(models, monkeypatch):
     assert seen == [(64, 65)] * 3 and fast.replays(), "rehearsed twice, and measured"
 
 
+def test_the_number_of_repeats_is_that_of_the_passes_measured(models, monkeypatch):
+    """Once a recorded model was timed by an eager pass, so that too few repeats seemed to fit."""
+    fast = Recorded(models["llama"], Tape)
+    replayed = []
+
+    def fake(actions, repeats):
+        assert fast.replays(), "rehearsed"
+        monkeypatch.setattr(Tape, "replay", lambda self: replayed.append(self))
+        actions["pass"]()
+        return {"pass": 0.01}
+
+    monkeypatch.setattr(measure, "interleave", fake)
+    monkeypatch.setattr(measure, "measure_costs", lambda model, repeats: repeats)
+    assert measure.quick(fast) == measure.SECONDS / measure.PASSES / 0.01 == 10
+    assert len(replayed) == 2, "the sub-layers and the head"
+
+
 def test_a_real_measurement_is_a_table(models):
     costs = measure_costs(models["gemma2"], repeats=1)
     assert len(costs.sublayers) == 12 and min(costs.sublayers) > 0 and costs.head > 0 and costs.window == 5

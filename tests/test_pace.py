@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from test_heads import wild
 from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, small, state_of, warm
 
-from control import MOST, Beta, Costs, expected_tokens, weight_costs
+from control import MOST, Costs, expected_tokens, weight_costs
 from drafter import ModelDraft
 from layerskip import SelfDraft, without
 from methods.arms import FADE, KNOWN, TRUST, Arm, Calibrated, candidates, head_draft, self_draft
+from methods.counts import Beta
 from methods.heads import Eagle, Kangaroo, Medusa, Prophet
 from methods.pace import REST, RISK, STAKE, Forecast, Pace
 from methods.standin import ShortHead
@@ -45,7 +46,8 @@ def with_heads(m):
 
 
 def cheap(m):
-    return bold(Pace(m, candidates(m, CHEAP, SKIP, small=(small(m), 0.1)), CHEAP))
+    arms = candidates(m, CHEAP, SKIP) + candidates(m, CHEAP, small=(small(m), 0.1))
+    return bold(Pace(m, arms, CHEAP))
 
 
 PACES = {"by weights": Pace, "cheap": cheap, "heads": with_heads,

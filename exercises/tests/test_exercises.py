@@ -13,10 +13,10 @@ from tiny import tree
 from control import expected_tokens
 from exercises import diagnose, specs, splice, start
 from exercises.check import answer
+from exercises.cuts import find
 from exercises.tasks import TASKS, choose, file_name
 from sampling import Coins
 from search import climb
-from support.cuts import find
 from verification import verify
 
 ROOT = Path(__file__).parents[2]

@@ -6,10 +6,11 @@ import torch
 from test_control import outcome
 from tiny import TINY, state_of
 
-from control import Beta, best_gamma
+from control import best_gamma
 from drafter import NGram, wanted
 from lab.rules import DoNoHarm
 from layerskip import SelfDraft
+from methods.counts import Beta
 
 test_greedy_identity = promises.greedy_identity({
     "n-gram": lambda m: NGram(DoNoHarm(0.1, 3), 1)}, on=["cpu"])
