@@ -128,7 +128,7 @@ print(f"{len(table)} rounds wrote 80 tokens; the exits it chose: {sorted(set(cho
 # %% [markdown]
 # **Predict:** does it choose a deep exit or a shallow one? And will all drafts be equally long?
 
-# %% jupyter={"source_hidden": true}
+# %% tags=["gallery"] jupyter={"source_hidden": true}
 figure, ((upper,), (lower,)) = plots.axes(2, 1, width=10, height=2.7)
 image = upper.imshow(table.T, aspect="auto", cmap="viridis", vmin=0, vmax=1, origin="lower")
 shown = [None if e is None else e - 1 for e in chosen]

@@ -255,7 +255,7 @@ plots.curves(left, few, {name: [times[name, T] for T in few] for name in ways},
              xlabel="rows of x", ylabel="milliseconds", ylim=(0, None),
              title=f"a product, {matrix.nbytes / 1e6:.0f} MB")
 left.axhline(times["reading"], color=plots.HUES[-1], ls="--", lw=1, label="to read the bytes")
-left.legend(frameon=False, fontsize=9)
+left.legend(frameon=False, fontsize=9, loc="upper left")
 named = {"as usual": half, "in one call": quick}
 plots.curves(right, few, {name: [passes[one, T] for T in few] for name, one in named.items()},
              xlabel="tokens of a block", ylim=(0, None), title="a pass of this model")
