@@ -4,12 +4,14 @@ Several tokens share one entry, which is one key and one value in each block, an
 the next entry. As a writer it trusts its own guesses, so its text is another one. As a drafter, which the
 untouched model checks, it is exact.
 
-    python -m lab.hamburger "Once upon a time"          trains one for seconds, and lets it write unchecked
+    python -m lab.hamburger "Once upon a time"     trains one for seconds; it writes unchecked
 
-    tokens     Once   upon a time   ,    there was       an entry goes on while the next token is almost sure;
-    entries    [ 0 ]  [     1     ] [2]  [   3   ]       its position is that of its last token
-    a step     reads entry m, and says entry m + 1: its first token from the trunk's final state, each other
-               token from a small decoder, which reads states of the trunk and the entry so far
+    tokens     Once   upon a time   ,    there was
+    entries    [ 0 ]  [     1     ] [2]  [   3   ]
+
+An entry goes on while the next token is almost sure, and its position is that of its last token.
+A step reads entry m and says entry m + 1. Its first token comes from the trunk's final state, and
+each other token from a small decoder, which reads states of the trunk and the entry so far.
 
 The trunk is a copy of a model and learns with the rest. The model itself, frozen, is the teacher. It says
 where entries end and what comes next (in the paper a text does). There is no cache here, to keep this short.
@@ -33,7 +35,8 @@ from support import cli
 from support.texts import read_prompts
 
 STORIES = Path(__file__).parents[1] / "weights" / "stories-llama"
-SURE, SHARE = 0.05, 0.3     # nats; and relative to the largest entropy in the entry (the paper's code)
+SURE = 0.05     # nats
+SHARE = 0.3     # relative to the largest entropy in the entry (the paper's code)
 
 
 class Hamburger(nn.Module):
@@ -50,13 +53,16 @@ class Hamburger(nn.Module):
         def fresh(*shape, std=0.0):
             return nn.Parameter((std * torch.randn(shape, generator=g)).to(model.tok))
 
-        self.kv, self.place, self.out = fresh(2 * dim, dim, std=0.02), fresh(most, 2 * dim), fresh(dim, dim)
+        self.kv = fresh(2 * dim, dim, std=0.02)
+        self.place = fresh(most, 2 * dim)
+        self.out = fresh(dim, dim)
         self.inner, self.last = fresh(dim, dim, std=0.02), fresh(1, dim)
 
     def compose(self, tokens, count):
         """The compositional embedder. Of the tokens (B, N, S) of each entry the first `count` (B, N) become
         one embedding (B, N, dim), their mean and what attention from it to each of them adds."""
-        x, here = self.trunk.embed(tokens), torch.arange(self.most, device=tokens.device) < count[..., None]
+        x = self.trunk.embed(tokens)
+        here = torch.arange(self.most, device=tokens.device) < count[..., None]
         here[..., 0] = True                             # also in padding, which holds no token
         mean = (x * here[..., None]).sum(2) / here.sum(2, keepdim=True)         # (B, N, dim)
         k, v = (F.linear(x, self.kv) + self.place).unflatten(-1, (2, self.heads, -1)).unbind(3)

@@ -41,7 +41,9 @@ class M2R2(Head, StandIn):
     kind = "m2r2"
 
     def __init__(self, model, exit_layer, rank=None, align=0.1):
-        (L, dim), E = (model.c.n_layers, model.c.dim), len(early_exit(model.c.n_layers, exit_layer)) // 2
+        L = model.c.n_layers
+        dim = model.c.dim
+        E = len(early_exit(L, exit_layer)) // 2
         if rank is None:
             rank = max(1, round(Kangaroo(model, exit_layer).count() / (2 * dim * E)))
         self.model, self.shape = model, {"exit_layer": E, "rank": rank, "align": align}

@@ -154,7 +154,9 @@ def bandwidth(a):
 
 
 def shape(a, page, name, c, read):
-    model, L, new = random_model(c, torch.bfloat16, device=a.device), c.n_layers, 8 if a.tiny else 64
+    model = random_model(c, torch.bfloat16, device=a.device)
+    L = c.n_layers
+    new = 8 if a.tiny else 64
     ids = torch.randint(c.vocab_size, (64,), generator=torch.Generator().manual_seed(0)).tolist()
     bytes_read = 2 * (weight_costs(c).whole + L * c.n_kv_heads * c.head_dim * 2 * (64 + new / 2))
     on_gpu = a.device == "cuda"

@@ -64,7 +64,8 @@ class SWIFT(Wrapper):
         if self.tried % self.every or len(self.seen) < 2:
             return self.random_set()
         sets = [self.random_set() for _ in range(256)]
-        z, y = self.bits([gone for gone, _ in self.seen]), torch.tensor([score for _, score in self.seen])
+        z = self.bits([gone for gone, _ in self.seen])
+        y = torch.tensor([score for _, score in self.seen])
         mean, std = GaussianProcess(z, y, torch.tensor([i % 2 for i in self.free])).predict(self.bits(sets))
         return sets[int(expected_improvement(mean, std, self.best).argmax())]
 

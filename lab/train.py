@@ -141,7 +141,8 @@ def losses(model, batch, sublayers, exit_layer=None, distil=0.0):
     final = F.cross_entropy(logits, labels)
     if exit_layer is None:
         return final, None
-    logq, p = model.unembed(exit_x).float().flatten(0, 1).log_softmax(-1), logits.detach().softmax(-1)
+    logq = model.unembed(exit_x).float().flatten(0, 1).log_softmax(-1)
+    p = logits.detach().softmax(-1)
     return final, (1 - distil) * F.nll_loss(logq, labels) - distil * (p * logq).sum(-1).mean()
 
 
@@ -150,7 +151,9 @@ def evaluate(model, tokens, context, most):
     """{"loss": [of each exit], "agreement": [of each exit]} over the first `most` tokens, cut into windows:
     the loss after each block in nats a token, and how often its best token is that of the last block. One
     pass gives all exits, because the states before an exit equal those of the whole model ("logit lens")."""
-    rows, loss, agreed = corpus.windows(tokens, context + 1, most, context).to(model.tok.device), 0.0, 0.0
+    rows = corpus.windows(tokens, context + 1, most, context).to(model.tok.device)
+    loss = 0.0
+    agreed = 0.0
     for part in rows.split(max(1, 512 // context)):
         trace, labels = dict.fromkeys(range(1, 2 * model.c.n_layers, 2)), part[:, 1:].flatten()
         model.run(model.embed(part[:, :-1]), Placement.span(0, context, part.device), trace=trace)
@@ -210,7 +213,11 @@ class Run:
 
     def start(self, a, text, device, trained, optimisers):
         """Nothing is done yet. `trained` is the module whose weights learn."""
-        self.a, self.text, self.device, self.trained, self.optimisers = a, text, device, trained, optimisers
+        self.a = a
+        self.text = text
+        self.device = device
+        self.trained = trained
+        self.optimisers = optimisers
         self.block = a.batch * a.context        # tokens of a step
         self.steps = max(1, round(a.tokens / self.block))
         self.step, self.seconds, self.losses, self.before = 0, 0.0, [], None

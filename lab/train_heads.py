@@ -188,7 +188,8 @@ def judged(head, tokens, memory=None):
         if memory is None or isinstance(head, (M2R2, Transfer)):
             states, cache = read(tokens)
         else:
-            states, cache = torch.cat([remembered(memory, row, read) for row in tokens.split(1)], 1), None
+            states = torch.cat([remembered(memory, row, read) for row in tokens.split(1)], 1)
+            cache = None
         trace = dict(zip(taps, states, strict=True))
         target = model.unembed(states[-1])                                      # (B, T, V)
     for k, said in head.predict(tokens, trace, cache):  # row n is of the token k places after the next

@@ -48,7 +48,9 @@ class Transfer(Head):
         L, dim = model.c.n_layers, model.c.dim
         if not 0 <= inject_layer <= L:
             raise ValueError(f"the inject layer must lie between 0 and {L} (all blocks), got {inject_layer}")
-        self.model, self.shape, self.steps = model, {"inject_layer": inject_layer, "steps": steps}, steps
+        self.model = model
+        self.shape = {"inject_layer": inject_layer, "steps": steps}
+        self.steps = steps
         self.taps = [2 * inject_layer - 1] * (inject_layer > 0)
         self.weights = own_weights(model, matrix=torch.eye(dim).repeat(steps, 1, 1),
                                    bias=torch.zeros(steps, dim))

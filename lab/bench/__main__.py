@@ -1,21 +1,21 @@
 """The command that measures, side by side in one process, A B A B, with medians after a warm-up.
 
-    python -m lab.bench counts       operations of a round, and waits for a GPU: counted, so free of noise
+    python -m lab.bench counts       operations of a round, waits for a GPU: counted, so free of noise
     python -m lab.bench plain        plain decoding beside transformers
     python -m lab.bench costs        what each sub-layer and the head take on this machine
-    python -m lab.bench help         will drafting help your model? what drafts promise, and the most possible
-    python -m lab.bench check        is your model computed right? compared with transformers; and `help`
+    python -m lab.bench help         will drafting help your model? what drafts promise, and the best
+    python -m lab.bench check        is your model computed right? beside transformers; and `help`
     python -m lab.bench self         every way to draft, four kinds of text, beside transformers
     python -m lab.bench dynamic      drafts that adapt, on a stream of prompts whose kind changes
     python -m lab.bench quant        drafts and targets in few bits, measured, and on paper
-    python -m lab.bench exact        what changes a text that is the same to the bit, and what does not
+    python -m lab.bench exact        what changes a text that is the same to the bit, and what not
     python -m lab.bench rows         products with few rows, beside the time of reading the matrices
     python -m lab.bench prompts      how long a prompt is read, beside transformers
     python -m lab.bench block        block verification beside token by token
-    python -m lab.bench heads        trained heads: chains and trees of them, beside drafts without training
+    python -m lab.bench heads        trained heads: their chains and trees, beside untrained drafts
     python -m lab.bench search       the search for a skip set against the truth of all 4,096
     python -m lab.bench real         a real public model, over plain decoding: see lab/bench/real.py
-    python -m lab.bench beyond       M2R2, ProphetNet, HAMburger and a sparse self-draft, trained and measured
+    python -m lab.bench beyond       M2R2, ProphetNet, HAMburger and a sparse self-draft, measured
 """
 import argparse
 import json

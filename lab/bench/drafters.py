@@ -69,7 +69,10 @@ class Bench:
     heads: those that draft for the timed target. warm: whether each method first writes a short text."""
 
     def __init__(self, models, prompts, flags, new, repeats, heads=(), judge=verify, warm=True):
-        self.models, self.prompts, self.heads, self.judge = [*models.values()], prompts, heads, judge
+        self.models = [*models.values()]
+        self.prompts = prompts
+        self.heads = heads
+        self.judge = judge
         self.model, self.small = self.models[0]
         self.greedy, self.probs = not flags, partial(to_probs, **flags)
         self.new, self.repeats, self.costs = new, repeats, weight_costs(self.model.c)

@@ -72,8 +72,11 @@ FACTS = {"kind": "{kind}", "parameters": "{parameters}", "c by weights": "{c_wei
 
 
 def run(a):
-    repeats, (models, tokenizer), where = a.repeats or 3, load_both(a), Path(a.heads or f"{a.model}/heads")
-    model, folders = models[a.dtype][0], sorted(file.parent for file in where.glob(f"*/{heads.FILE}"))
+    repeats = a.repeats or 3
+    models, tokenizer = load_both(a)
+    where = Path(a.heads or f"{a.model}/heads")
+    model = models[a.dtype][0]
+    folders = sorted(file.parent for file in where.glob(f"*/{heads.FILE}"))
     if not folders:
         raise FileNotFoundError(f"{where}: no trained heads, as lab/train_heads.py writes them")
     found = {folder.name: {m.tok.dtype: heads.load(folder, m, KINDS) for m, _ in models.values()}

@@ -26,7 +26,8 @@ def opened(reach, file=None):
     from llama_cpp._logger import set_verbose
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-    how, lookup = llama_cpp.llama_model_quantize_default_params(), LlamaPromptLookupDecoding(2, COPY)
+    how = llama_cpp.llama_model_quantize_default_params()
+    lookup = LlamaPromptLookupDecoding(2, COPY)
     how.ftype, how.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_BF16, True
     open_ = partial(Llama, n_ctx=reach, verbose=False, n_threads=torch.get_num_threads(),
                     n_threads_batch=torch.get_num_threads())

@@ -42,7 +42,9 @@ def compiled(theirs, prompt, new):
 
     @torch.no_grad()
     def write():
-        cache, run, found = StaticCache(config=theirs.config, max_cache_len=len(prompt) + new), theirs, []
+        cache = StaticCache(config=theirs.config, max_cache_len=len(prompt) + new)
+        run = theirs
+        found = []
         tokens, at = ids, torch.arange(len(prompt), device=device)
         for _ in range(new):
             said = run(tokens, past_key_values=cache, cache_position=at, logits_to_keep=1)

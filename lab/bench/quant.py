@@ -106,7 +106,8 @@ def measured(a):
         found[folder.name] = size(model), measure(a, model, tokenizer, drafts, owns)
         small, other = load(a, folder=WEIGHTS / "stories-draft")
         for kind in KINDS if other.get_vocab() == tokenizer.get_vocab() else ():
-            target, assistant = quantise(model, kind), {"stories-draft": (small, range(2 * small.c.n_layers))}
+            target = quantise(model, kind)
+            assistant = {"stories-draft": (small, range(2 * small.c.n_layers))}
             found[f"{folder.name} in {kind}"] = size(target), measure(
                 a, target, tokenizer, assistant, {"stories-draft": size(small)})
     return found
@@ -127,7 +128,8 @@ def paper_table():
     head, rows = ["model", *(f"GB in {kind}" for kind in BITS)], []
     head += [f"{what} of {kind}" for kind in KINDS for what in ("c", "best gamma at alpha .9", "speed-up")]
     for name, c in SHAPES.items():
-        row, whole = [name, *(f"{paper_bytes(c, kind)[2] / 1e9:.1f}" for kind in BITS)], paper_bytes(c)
+        row = [name, *(f"{paper_bytes(c, kind)[2] / 1e9:.1f}" for kind in BITS)]
+        whole = paper_bytes(c)
         for kind in KINDS:
             cost = sum(paper_bytes(c, kind)[:2]) / sum(whole[:2])
             gamma = control.best_gamma(0.9, cost, control.MOST)

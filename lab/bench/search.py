@@ -127,13 +127,15 @@ def landscape(a, space, calibration, costs):
 
 
 def run(a):
-    (model, tokenizer), (exact, _) = load(a), load(a, "float32")  # whose scores do not hang on rounding
+    model, tokenizer = load(a)
+    exact, _ = load(a, "float32")  # whose scores do not hang on rounding
     documents = [line["text"] for line in read_prompts("stories")]
     prompts = prompt_ids("stories", tokenizer, model.c)
     space, costs = bands(model.c.n_layers), weight_costs(model.c)
     calibration = Calibration(exact, tokenizer, documents, 512)
     land = landscape(a, space, calibration, costs)
-    optimum, best = float(land["speedup"].max()), bits(int(land["speedup"].argmax()), len(space.skippable))
+    optimum = float(land["speedup"].max())
+    best = bits(int(land["speedup"].argmax()), len(space.skippable))
     data = {"optimum": optimum, "optimum_set": space.sublayers(best), "curves": regrets(space, land),
             "everything": over_everything(a, model, calibration, prompts)}
     return markdown(a, land, data), data

@@ -10,7 +10,8 @@ from support.texts import BOUNDARY
 
 def story(seed, count=60):
     """Documents of few words."""
-    draw, words = random.Random(seed), ("Lily Tom Anna", "saw took lost found", "the a", "cat ball dog tree")
+    draw = random.Random(seed)
+    words = ("Lily Tom Anna", "saw took lost found", "the a", "cat ball dog tree")
     sentences = (" ".join(draw.choice(part.split()) for part in words) + "." for _ in range(6 * count))
     return BOUNDARY.join(" ".join(next(sentences) for _ in range(6)) for _ in range(count))
 

@@ -52,7 +52,8 @@ def same_end(a, b):
 
 def choices(n_layers, **changes):
     """What 3000 steps train."""
-    a, g = {"dropout": 0.4, "shallow": 0.7, "shallow_end": 0.5, **changes}, torch.Generator().manual_seed(0)
+    a = {"dropout": 0.4, "shallow": 0.7, "shallow_end": 0.5, **changes}
+    g = torch.Generator().manual_seed(0)
     return [train.choose(SimpleNamespace(**a), n_layers, g) for _ in range(3000)]
 
 
@@ -72,7 +73,9 @@ def test_what_a_step_draws():
 @pytest.mark.parametrize("distil", [0.0, 0.3, 1.0])
 def test_losses_and_their_gradients_by_hand(family, distil):
     """No gradient flows into what is imitated; what is dropped has neither a say nor a gradient."""
-    m, labels, at = make(FAMILIES[family]).requires_grad_(True), TOKENS[:, 1:, None], Placement.span(0, 10)
+    m = make(FAMILIES[family]).requires_grad_(True)
+    labels = TOKENS[:, 1:, None]
+    at = Placement.span(0, 10)
     kept, below = [0, 1, 3, 4, 6, 9, 10], [0, 1, 3, 4]
     x = m.embed(TOKENS[:, :-1])
     full, early = (m.unembed(m.run(x, at, sublayers=part)).log_softmax(-1) for part in (kept, below))
