@@ -1,4 +1,5 @@
-"""`chain` by its outcomes, all enumerated: exercise 10. What the library's own must keep, its loop shows."""
+"""`chain` by its outcomes, all enumerated: exercise 10. What the library's own must keep, its
+loop shows."""
 import random
 from functools import partial
 
@@ -104,12 +105,14 @@ def test_chain_rows_draw_for_themselves():
 
 
 def test_chain_rows_end_one_by_one(record_property):
-    """Row 0 stops at once, row 1 after five tokens. What the rule says of row 0 later changes nothing."""
+    """Row 0 stops at once, row 1 after five tokens. What the rule says of row 0 later changes
+    nothing."""
     rule = Says(6, lambda k, logits, token: [k in (0, 2), k == 4])
     rows, _, steps = draft(rule, Coins(0), ([1, 0], [2]))
     got = [len(row) for row in rows]
     if got != [1, 5]:
-        fail("gamma = 6; the rule stops row 0 after tokens 1 and 3, row 1 after token 5", [1, 5], got,
+        fail("gamma = 6; the rule stops row 0 after tokens 1 and 3, row 1 after token 5",
+             [1, 5], got,
              "a row that has stopped goes on again: once stopped, always stopped")
     if steps > 5:
         record_property("remark", f"right, but it takes {steps} steps where 5 would do: what is drafted "
@@ -121,12 +124,14 @@ def test_chain_rows_end_one_by_one(record_property):
 @pytest.mark.parametrize("want, left, lengths", [
     ([3, 1], [9, 9], [3, 1]), ([2, 2], [9, 2], [2, 1]), (3, [1, 9], [0, 3]), (0, [9, 9], [0, 0])])
 def test_chain_lengths(want, left, lengths, stop):
-    """No row drafts more than it wants, nor than it may still emit less one. gamma = 0: no step, no q."""
+    """No row drafts more than it wants, nor than it may still emit less one. gamma = 0: no step,
+    no q."""
     rows, q, steps = draft(Says(want, stop), Coins(0), ([1, 0], [2]), left)
     got = [len(row) for row in rows]
     if got != lengths:
-        fail(f"gamma = {want}, and rows that may still emit {left} tokens", lengths, got, "each row has its "
-             "own length: `wanted` says how many tokens each may draft, and `varied`, whether they differ")
+        fail(f"gamma = {want}, and rows that may still emit {left} tokens", lengths, got,
+             "each row has its own length: `wanted` says how many tokens each may draft, "
+             "and `varied`, whether they differ")
     if not any(lengths) and (q is not None or steps):
         fail("gamma = 0", "q = None and no step", f"{short(q)}, {steps} steps")
 

@@ -10,7 +10,8 @@ from exercises.economics import best_bits, cost_in_bits, largest_batch, pass_sec
 
 # --- few bits
 
-SETTINGS = [(4, 1e9, 1e11, 0.0), (4, 1e9, 1e11, 0.005), (8, 2e9, 5e10, 0.01), (16, 1e9, 1e11, 0.001),
+SETTINGS = [(4, 1e9, 1e11, 0.0), (4, 1e9, 1e11, 0.005), (8, 2e9, 5e10, 0.01),
+            (16, 1e9, 1e11, 0.001),
             (4, 1e9, 1e11, 0.0, 128)]
 
 
@@ -79,7 +80,8 @@ def fastest(alphas, machine, pass_cost, most, mistake=None):
     return max(speeds, key=speeds.get)
 
 
-PICKS = {"the most tokens are not the best speed: divide by gamma c + pass_cost(gamma + 1)": "tokens",
+PICKS = {"the most tokens are not the best speed: "
+         "divide by gamma c + pass_cost(gamma + 1)": "tokens",
          "`pass_cost` is ignored: the pass that verifies gamma + 1 tokens can cost more than 1": "one",
          "pass_cost(T) is asked for T = gamma; the last known token is read, too": "width",
          "plain decoding, (16, 0, 1.0), is a choice, too, and here it is the fastest": "forced"}
@@ -117,7 +119,8 @@ def test_the_best_bits_on_drawn_machines():
     for _ in range(80):
         alphas = {bits: draw.choice([0.0, 1.0, *[draw.random() for _ in range(6)]])
                   for bits in draw.sample([2, 3, 4, 5, 6, 8], draw.randint(1, 4))}
-        machine = draw.uniform(1e8, 1e10), draw.uniform(1e10, 3e12), draw.choice([0.0, draw.uniform(0, 0.01)])
+        machine = (draw.uniform(1e8, 1e10), draw.uniform(1e10, 3e12),
+                   draw.choice([0.0, draw.uniform(0, 0.01)]))
         most = draw.randint(1, 30)
         table = [1.0, *(draw.uniform(0.8, 1 + 0.2 * T) for T in range(max(4, most)))]
         given = alphas, machine, lambda T, table=table: table[T - 1], most
@@ -199,9 +202,11 @@ def check_batch(alpha, gamma, cost, seconds, most, want, otherwise=None):
         "`most` is the largest batch to look at": max(want, 1000)}
     got = largest_batch(alpha, gamma, cost, seconds, most)
     if got != want:
-        fail(f"alpha = {alpha}, gamma = {gamma}, cost = {cost}, most = {most}; a plain pass over 1, 8 and 64 "
+        fail(f"alpha = {alpha}, gamma = {gamma}, cost = {cost}, most = {most}; "
+             "a plain pass over 1, 8 and 64 "
              f"rows takes {short([seconds(rows, 1) for rows in (1, 8, 64)])} s, one that verifies "
-             f"{short([seconds(rows, gamma + 1) for rows in (1, 8, 64)])} s", f"{want} texts", f"{got!r:.60}",
+             f"{short([seconds(rows, gamma + 1) for rows in (1, 8, 64)])} s",
+             f"{want} texts", f"{got!r:.60}",
              otherwise or next((why for why, wrong in mistakes.items() if wrong == got), None))
 
 

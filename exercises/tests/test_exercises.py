@@ -1,5 +1,5 @@
-"""The student's folder, and one clear line for each kind of accident. Whether mistakes are named is what
-`python exercises/check.py` tries."""
+"""The student's folder, and one clear line for each kind of accident. Whether mistakes are named
+is what `python exercises/check.py` tries."""
 import ast
 import json
 import subprocess
@@ -72,7 +72,8 @@ def test_the_folder_is_never_written_over(out):
 def test_the_specifications_are_true():
     p, q = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]]), torch.tensor([[0.2, 0.6, 0.2]])
     assert specs.specification_of_verify(verify, p, q, Coins) == pytest.approx(p[0].tolist(), abs=0.03)
-    assert specs.specification_of_expected_tokens(0.8, 5) == pytest.approx(expected_tokens(0.8, 5), abs=0.05)
+    assert specs.specification_of_expected_tokens(0.8, 5) == pytest.approx(
+        expected_tokens(0.8, 5), abs=0.05)
     score, free = lambda z: z @ torch.tensor([1.0, -3.0, 2.0]).double(), lambda z: z.sum(-1) <= 1
     (end, *_), _ = climb(score, torch.zeros(1, 3), free)
     assert specs.specification_of_climb(score, end, free)
@@ -119,7 +120,8 @@ BODY = b"    return x if cap is None"
     (BODY, b"    # a note\xe2\x80\xa8from \xc2\x85 \x1c\x0b the web\n" + BODY),
     (b"import math", b"# coding: latin-1\n# caf\xe9\nimport math")])
 def test_an_answer_is_read_as_python_reads_it(old, new, out):
-    """Byte order mark, form feed, line ends, what looks like one, and a coding line; the lines keep count."""
+    """Byte order mark, form feed, line ends, what looks like one, and a coding line; the lines
+    keep count."""
     task = choose("1")
     path = out / file_name(task)
     path.write_bytes(f"import math\n\n{answer(task)}".encode().replace(old, new))
