@@ -1,5 +1,5 @@
-"""The kit for engines: its cases are what the library says, whatever the rounding; it passes what is
-right and names what is wrong; and an engine in C passes."""
+"""The kit for engines: its cases are what the library says, whatever the rounding; it passes what
+is right and names what is wrong; and an engine in C passes."""
 import hashlib
 import json
 import math
@@ -44,7 +44,8 @@ def test_there_are_over_two_hundred_and_laws_among_them():
 def test_the_library_says_what_the_cases_say(dtype):
     for case in CASES:
         got = make.engine_answer(case, partial(library_engine.answer, dtype=dtype))
-        assert got == case["answer"] or "law" in case and engine.alike(case["answer"], got), case["case"]
+        exact = got == case["answer"]
+        assert exact or "law" in case and engine.alike(case["answer"], got), case["case"]
 
 
 def test_nothing_hangs_on_rounding():
@@ -73,9 +74,11 @@ def test_the_uniforms_of_a_race_are_those_of_its_seed_and_position():
 
     for case in CALLS:
         if case["rule"] == "race":
-            first, drafted = winners(case["p"], case["uniforms"]), winners(case["q"], case["uniforms"][:-1])
+            first = winners(case["p"], case["uniforms"])
+            drafted = winners(case["q"], case["uniforms"][:-1])
             accepted = next((k for k, t in enumerate(drafted) if t != first[k]), len(drafted))
-            assert case["answer"] == {"tokens": drafted, "accepted": accepted, "token": first[accepted]}
+            assert case["answer"] == {
+                "tokens": drafted, "accepted": accepted, "token": first[accepted]}
 
 
 def test_the_laws_are_those_of_the_target():
@@ -85,7 +88,8 @@ def test_the_laws_are_those_of_the_target():
     p, q = [[1 / 3, 2 / 3]] * 3, [[2 / 3, 1 / 3]] * 2
     paper, = (case for case in LAWS if case["p"] == p and case["q"] == q)
     assert paper["rule"] == "block" and paper["answer"]["accepted"] == pytest.approx(11 / 9)
-    assert make.engine_answer(paper | {"rule": "token"}) == pytest.approx({"off": 0, "accepted": 10 / 9})
+    assert make.engine_answer(paper | {"rule": "token"}) == pytest.approx(
+        {"off": 0, "accepted": 10 / 9})
 
 
 def test_a_law_by_hand():
@@ -118,7 +122,8 @@ def replies(reply, cases):
     return found
 
 
-@pytest.mark.parametrize("number", range(len(ENGINES)), ids=[row[-1].replace(" ", "-") for row in ENGINES])
+@pytest.mark.parametrize("number", range(len(ENGINES)),
+                         ids=[row[-1].replace(" ", "-") for row in ENGINES])
 def test_a_wrong_engine_is_named(number):
     """By the calls of its rule alone, and no other mistake explains them. At least two cases see it."""
     file, *change, mistake = ENGINES[number]
@@ -151,7 +156,8 @@ def test_what_the_laws_forgive():
 def test_the_example_in_the_text_is_an_engine(call, tmp_path):
     text = (PORTING / "README.md").read_text(encoding="utf-8")
     code = re.search(r"```python\n(import json, sys, torch\n.*?)```", text, re.S)[1]
-    (tmp_path / "mine.py").write_text(f"import sys\nsys.path.insert(0, {str(PORTING.parent)!r})\n{code}")
+    (tmp_path / "mine.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(PORTING.parent)!r})\n{code}")
     status, out, _ = call("--rule", "token", sys.executable, tmp_path / "mine.py")
     assert status == 0 and re.fullmatch(r"token (\d+) of \1 cases right\n", out)
 
@@ -256,7 +262,8 @@ def script(body):
     ({"token": 0}, "accepted: expected a whole number from 0 to"),
 ])
 def test_an_answer_of_the_wrong_form_is_told_from_a_wrong_one(call, answer, words):
-    status, out, _ = call("--rule", "token", *script(f"print(json.dumps({{'case': r['case'], **{answer}}}))"))
+    status, out, _ = call("--rule", "token", *script(
+        f"print(json.dumps({{'case': r['case'], **{answer}}}))"))
     assert status == 1 and words in out and "an engine in which" not in out
 
 
