@@ -20,7 +20,8 @@ from sampling import Coins, Race
 from search import climb
 from support.stats import Counts
 
-DETACHED = "what is trained needs its gradient: no detach, .item(), .data or torch.no_grad on the way"
+DETACHED = ("what is trained needs its gradient: "
+            "no detach, .item(), .data or torch.no_grad on the way")
 
 
 def learns(call, parts, given):
@@ -189,7 +190,8 @@ def test_choices_of_drawn_weights():
 
 
 def test_winners_of_a_race_share_what_has_one_row():
-    """One row of positions, or one seed, stands for all rows; and the winners have the type of p."""
+    """One row of positions, or one seed, stands for all rows; and the winners have the type of
+    p."""
     p = wide([[0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25], [0.1, 0.2, 0.3, 0.4]])
     p = p[:, None].repeat(1, 50, 1)
     position = torch.arange(50)[None] + 1000
@@ -215,13 +217,15 @@ def test_long_drafts_of_a_large_vocabulary(verifier, length):
     """Where p and q are sure of a token its rejection does not show: each of 12 is in doubt in
     turn."""
     for place in range(12):
-        given = f"12 drafts from q, {length or 12} proposed, of which number {place + 1} is in doubt"
+        given = (f"12 drafts from q, {length or 12} proposed, "
+                 f"of which number {place + 1} is in doubt")
         writes_the_law(verifier, given, range(12), 13, tables=mostly_sure(unsure=[place - 1]),
                        length=length, otherwise=LATER)
 
 
 def test_a_climb_that_takes_back_what_it_did():
-    """A way of seven flips through sets of four bits, of which each is next to no other of the way."""
+    """A way of seven flips through sets of four bits, of which each is next to no other of the
+    way."""
     way, worth = [wide([0, 0, 0, 0])], {(0, 0, 0, 0): 1.0}
     for bit in (0, 1, 2, 0, 3, 1, 0):
         way.append((way[-1] - torch.eye(4).double()[bit]).abs())
@@ -247,7 +251,8 @@ def test_alpha_is_no_share_of_drafted_tokens():
     some = Counts(passes=20, turns=2000, tokens=3800, drafted=1000, hits=800, proposed=1500,
                   accepted=1000)
     compare(wide([some.alpha]), [0.8], {
-        "rounds without a draft count as rejections: divide by the rounds that tested a draft": [0.4],
+        "rounds without a draft count as rejections: "
+        "divide by the rounds that tested a draft": [0.4],
         "a pass of a batch tests a draft in many rows: divide by `drafted`": [40.0]},
         f"{some}, half of whose turns had no draft")
     for hits, drafted in ((3, 7), (0, 5), (11, 11)):

@@ -315,7 +315,8 @@ def test_the_first_exit_that_is_sure(threshold, probs):
              f"{short(wide(P).amax(-1))}")
     exits, token, q = draw_at_exit(from_p(*P), threshold, probs, Coins(3))
     want = exit_of(threshold, probs)
-    compare(exits, want, {why: exit_of(threshold, probs, name) for name, why in EXIT.items()}, given)
+    compare(exits, want,
+            {why: exit_of(threshold, probs, name) for name, why in EXIT.items()}, given)
     at = torch.tensor(want), torch.arange(3)
     drawn = probs(from_p(*P))
     compare(q, drawn[at], {
@@ -349,7 +350,8 @@ def test_an_exit_is_sure_at_the_threshold_itself():
 
 
 def test_a_token_is_drawn_from_the_q_that_comes_back():
-    """The verifier divides by this q: drawn from anything else, the text has another distribution."""
+    """The verifier divides by this q: drawn from anything else, the text has another
+    distribution."""
     first = [[0.7, 0.2, 0.1], [0.5, 0.3, 0.2]]
     second = [[0.1, 0.8, 0.1], [0.2, 0.1, 0.7]]
     raw = wide([first[0], second[1]])
@@ -372,7 +374,8 @@ def test_a_token_is_drawn_from_the_q_that_comes_back():
             draw_at_exit(from_p(first, second), 0.6, COLD, coins)[1].tolist()), want, {
         "an exit looks at the token that it drew: then q is not what it was drawn from": looks,
         "the token is drawn at the last exit; draw it from the q that you return": drawn(deep),
-        "the token is drawn without temperature and cuts; draw it from the q that you return": drawn(raw),
+        "the token is drawn without temperature and cuts; "
+        "draw it from the q that you return": drawn(raw),
         "this is the most likely token; draw it": lambda coins: tuple(q.argmax(-1).tolist())},
         f"threshold = 0.6, the first exit says {first}, the second {second}, "
         "q has temperature 0.5 and "

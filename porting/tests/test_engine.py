@@ -82,8 +82,8 @@ def test_the_uniforms_of_a_race_are_those_of_its_seed_and_position():
 
 
 def test_the_laws_are_those_of_the_target():
-    """To the last digit, as the grids fit the numbers; and the paper's example of block verification
-    accepts 11/9 tokens instead of 10/9 (Sun et al. 2025, section 3)."""
+    """To the last digit, as the grids fit the numbers; and the paper's example of block
+    verification accepts 11/9 tokens instead of 10/9 (Sun et al. 2025, section 3)."""
     assert max(case["answer"]["off"] for case in LAWS) < 1e-9
     p, q = [[1 / 3, 2 / 3]] * 3, [[2 / 3, 1 / 3]] * 2
     paper, = (case for case in LAWS if case["p"] == p and case["q"] == q)
@@ -125,7 +125,8 @@ def replies(reply, cases):
 @pytest.mark.parametrize("number", range(len(ENGINES)),
                          ids=[row[-1].replace(" ", "-") for row in ENGINES])
 def test_a_wrong_engine_is_named(number):
-    """By the calls of its rule alone, and no other mistake explains them. At least two cases see it."""
+    """By the calls of its rule alone, and no other mistake explains them. At least two cases see
+    it."""
     file, *change, mistake = ENGINES[number]
     seen = [case for case in CASES if str(number) in case["wrong"]]
     cases = [case for case in CALLS if case["rule"] == seen[0]["rule"]]
@@ -136,8 +137,8 @@ def test_a_wrong_engine_is_named(number):
 
 
 def test_what_the_laws_forgive():
-    """An engine that spends its uniforms in another way writes texts of the right law. One that tests a
-    block token by token only accepts too little. One that accepts all is off."""
+    """An engine that spends its uniforms in another way writes texts of the right law. One that
+    tests a block token by token only accepts too little. One that accepts all is off."""
     def said(mistake, rule):
         row = next(row for row in ENGINES if row[-1] == mistake)
         cases = [case for case in CASES if case["rule"] == rule]
@@ -173,17 +174,20 @@ def compiler():
 
 
 def test_an_engine_in_c_passes(call, tmp_path):
-    """Compiled and run where there is a compiler. Elsewhere nothing can be run, and the file must be
-    the very one that passed, whose digest stands here: so no change to it goes untested."""
+    """Compiled and run where there is a compiler. Elsewhere nothing can be run, and the file must
+    be the very one that passed, whose digest stands here: so no change to it goes untested."""
     source = PORTING / "engine.c"
     assert hashlib.sha256(source.read_bytes()).hexdigest()[:12] == "b255ef7ab141", (
-        "engine.c has changed: run this test where there is a C compiler, and write its digest here")
+        "engine.c has changed: "
+        "run this test where there is a C compiler, and write its digest here")
     if compiler() is None:
-        warnings.warn("no C compiler here: engine.c was not run, only compared with the one that passed",
+        warnings.warn("no C compiler here: "
+                      "engine.c was not run, only compared with the one that passed",
                       stacklevel=1)
         return
     built = tmp_path / "engine"
-    subprocess.run([compiler(), "-O2", "-Wall", "-Wextra", "-Werror", "-o", built, source], check=True)
+    subprocess.run([compiler(), "-O2", "-Wall", "-Wextra", "-Werror", "-o", built, source],
+                   check=True)
     status, out, _ = call("--rule", "token", built)
     assert status == 0 and re.search(r"^token (\d+) of \1 cases right$", out, re.M)
     status, out, _ = call(built)
@@ -191,8 +195,8 @@ def test_an_engine_in_c_passes(call, tmp_path):
 
 
 def with_own_noise(accepts, left):
-    """An engine of the rule `token` that draws for itself. accepts: a token's chance by its p and q;
-    left: its weight after a rejection."""
+    """An engine of the rule `token` that draws for itself. accepts: a token's chance by its p and
+    q; left: its weight after a rejection."""
     noise = random.Random(1)
 
     def reply(r):
