@@ -2,7 +2,7 @@
 
     python porting/engine.py ./my-engine                  all of them
     python porting/engine.py --rule token ./my-engine     the cases of one rule; may be repeated
-    python porting/engine.py --texts 20000 ./my-engine    judge an engine with own noise by texts
+    python porting/engine.py --texts 20000 ./my-engine    judge an engine with noise of its own
 
 An engine is any program that reads one JSON case per line and prints one answer per line, as in
 check.py. It needs no model: p, q, the drafted tokens and the uniforms are given. README.md, "Only
