@@ -63,16 +63,16 @@ def test_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
         a = generate.parse(["x", "--draft", "auto", "--model", str(folder), *flags])
         return {arm.name: arm for arm in generate.plan_of(a, model, stories[1]).make().arms}
 
-    arm = arms(half, tmp_path)["few bits"]
+    arm = arms(half, tmp_path)["quantised copy"]
     assert isinstance(arm.drafter.model.head, Int4)
     assert len(arm.drafter.sublayers) == 2 * half.c.n_layers
     assert arm.drafting(0, 1) == pytest.approx(0.4) and 0.4 < arm.drafting(1000, 1) < 1
     assert arm.drafter.model.head.rounds, "a draft may round what it multiplies"
-    assert "few bits" not in arms(copy.deepcopy(stories[0]).double(), tmp_path), "no product"
-    assert "few bits" in arms(half, STORIES) and len(arms(half, STORIES)) == 2, (
+    assert "quantised copy" not in arms(copy.deepcopy(stories[0]).double(), tmp_path), "no product"
+    assert "quantised copy" in arms(half, STORIES) and len(arms(half, STORIES)) == 2, (
         "next to trained heads")
     monkeypatch.setattr(drafts, "MEASURED", 64e6)
-    assert "few bits" not in arms(half, tmp_path), "a small model lies in the processor's caches"
+    assert "quantised copy" not in arms(half, tmp_path), "a small model lies in the processor's caches"
 
 
 def test_a_small_model_drafts_in_few_bits_alone_and_as_an_arm(call, plan, tmp_path):
