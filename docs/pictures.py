@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 STYLE = """
-  .page { fill: #ffffff } .box { fill: #eef3f8; stroke: #0072b2 } .side { fill: #f6f1e7; stroke: #b07d00 }
+  .page { fill: #ffffff }
+  .box { fill: #eef3f8; stroke: #0072b2 } .side { fill: #f6f1e7; stroke: #b07d00 }
   text { fill: #1a1a1a; font: 13px sans-serif; text-anchor: middle } .file { font-weight: bold }
   .shape { font: 12px monospace } .left { text-anchor: end } .right { text-anchor: start }
   line { stroke: #555555; stroke-width: 1.6 } .head { fill: #555555 }
   @media (prefers-color-scheme: dark) {
-    .page { fill: #0d1117 } .box { fill: #14253a; stroke: #56b4e9 } .side { fill: #2b2413; stroke: #e0b050 }
+    .page { fill: #0d1117 }
+    .box { fill: #14253a; stroke: #56b4e9 } .side { fill: #2b2413; stroke: #e0b050 }
     text { fill: #e6e6e6 } line { stroke: #aaaaaa } .head { fill: #aaaaaa }
   }"""
 
@@ -71,8 +73,8 @@ HOUSE = {
     "methods": Box(596, 170, ("methods/", "heads, trees,", "suffix decoding,", "Pace: one method,",
                               "one file"), wide=148, high=186),
     "machine": Box(260, 424, ("machine/", "the same pass, faster"), wide=240),
-    "others": Box(16, 424, ("lab/  notebooks/  tests/", "exercises/, porting/", "import all of these"),
-                  wide=190, high=72, kind="side")}
+    "others": Box(16, 424, ("lab/  notebooks/  tests/", "exercises/, porting/",
+                            "import all of these"), wide=190, high=72, kind="side")}
 DOORS = (
     Arrow("commands", "support", "State, Round", "(B, K+1)"),
     Arrow("commands", "root", "prompts", "B lists", at=0.1),
@@ -118,7 +120,8 @@ def ends(a, b, at):
 def connect(boxes, arrow):
     x1, y1, x2, y2 = ends(boxes[arrow.start], boxes[arrow.stop], arrow.at)
     way = ' marker-start="url(#head)"' if arrow.both else ""
-    drawn = [f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" marker-end="url(#head)"{way}/>']
+    drawn = [f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" '
+             f'marker-end="url(#head)"{way}/>']
     if x1 == x2:    # a column: words beside it
         middle = (y1 + y2) / 2
         return [*drawn, text(x1 - 10, middle + 4, arrow.flows, "left"),
@@ -131,8 +134,10 @@ def picture(title, boxes, arrows, high):
     parts = [part for box in boxes.values() for part in draw(box)]
     parts += [part for arrow in arrows for part in connect(boxes, arrow)]
     return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {high}">', f"<style>{STYLE}</style>",
-        '<defs><marker id="head" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {high}">',
+        f"<style>{STYLE}</style>",
+        '<defs><marker id="head" viewBox="0 0 8 8" refX="8" refY="4" '
+        'markerWidth="7" markerHeight="7" '
         'orient="auto-start-reverse"><path class="head" d="M0 0L8 4L0 8z"/></marker></defs>',
         f'<rect class="page" width="760" height="{high}" rx="10"/>', *parts, text(380, 22, title),
         "</svg>", ""])

@@ -39,7 +39,8 @@ import functools
 def powers(half: int, theta: float) -> torch.Tensor:
     return torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float64)
 
-def frequencies(head_dim: int, theta: float, scaling: dict | None = None, device=None) -> torch.Tensor:
+def frequencies(head_dim: int, theta: float, scaling: dict | None = None,
+                device=None) -> torch.Tensor:
     found = powers(head_dim // 2, theta).to(device)
     if scaling is None:
         return found
@@ -205,13 +206,15 @@ class KVCache:
             for t in range(T):
                 self.k[layer, b, :, int(slots[b, t])] = k[b, :, t]
                 self.v[layer, b, :, int(slots[b, t])] = v[b, :, t]
-        return self.k[layer, :, :, start : at.end].clone(), self.v[layer, :, :, start : at.end].clone()
+        keys, values = self.k[layer, :, :, start : at.end], self.v[layer, :, :, start : at.end]
+        return keys.clone(), values.clone()
 """],
     "to_probs": ["""
 def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     check(temperature, top_k, top_p, min_p)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    rows = [one(row, temperature, top_k, top_p, min_p) for row in logits.reshape(-1, logits.shape[-1])]
+    rows = [one(row, temperature, top_k, top_p, min_p)
+            for row in logits.reshape(-1, logits.shape[-1])]
     return torch.stack(rows).view(logits.shape)
 
 def one(row, temperature, top_k, top_p, min_p):
@@ -235,7 +238,8 @@ class Coins:
         rows, found = weights.reshape(-1, weights.shape[-1]).double().tolist(), []
         for row, u in zip(rows, self.take(len(rows), weights.device).tolist()):
             last, total = max((i for i, w in enumerate(row) if w > 0), default=0), math.fsum(row)
-            found.append(next(i for i, t in enumerate(accumulate(row)) if i == last or t > u * total))
+            found.append(next(i for i, t in enumerate(accumulate(row))
+                              if i == last or t > u * total))
         return torch.tensor(found).view(weights.shape[:-1])
 
 import math
@@ -261,7 +265,8 @@ def verify(p, q, tokens, coins, length=None):
     return torch.tensor(kept), torch.stack(after)
 """, """
 def verify(p, q, tokens, coins, length=None):
-    # draw from p at each place, and go on as long as it is what was drafted: right, but it keeps fewer
+    # draw from p at each place, and go on as long as it is what was drafted:
+    # right, but it keeps fewer
     check_vocabulary(p, q)
     B, K = tokens.shape
     most = torch.full((B,), K) if length is None else length
@@ -306,7 +311,8 @@ class Race(Coins):
     "SelfDraft.propose": ["""
 class SelfDraft(Drafter):
     def propose(self, state):
-        # the whole draft, step by step, and nothing handed over: right, but the target runs it all again
+        # the whole draft, step by step, and nothing handed over:
+        # right, but the target runs it all again
         def step(token, k):
             x = self.model.embed(token)
             for i in self.sublayers:

@@ -13,7 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = "exercises", "tests", "support", "methods", "machine"
 FILES = "pyproject.toml", "requirements.txt", "requirements-dev.txt", "LICENSE"
-# Once, when the image is made. Python 3.11 or newer must be in it; torch without CUDA is a tenth of the size.
+# Once, when the image is made. Python 3.11 or newer must be in it;
+# torch without CUDA is a tenth of the size.
 SETUP = """#!/usr/bin/env bash
 set -e
 apt-get update && apt-get install -y python3 python3-venv
@@ -34,7 +35,8 @@ def contents():
     """{name in the zip: bytes}"""
     files = [*ROOT.glob("*.py"), *(ROOT / name for name in FILES)]
     for folder in FOLDERS:
-        files += [p for p in (ROOT / folder).rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+        files += [p for p in (ROOT / folder).rglob("*")
+                  if p.is_file() and "__pycache__" not in p.parts]
     found = {str(p.relative_to(ROOT).as_posix()): p.read_bytes() for p in files}
     return found | {"setup.sh": SETUP.encode(), "run_autograder": RUN.encode()}
 
@@ -43,7 +45,8 @@ def write(path):
     with zipfile.ZipFile(path, "x", zipfile.ZIP_DEFLATED) as archive:
         for name, data in sorted(contents().items()):
             info = zipfile.ZipInfo(name)    # with a fixed date: the same library, the same zip
-            info.external_attr = 0o755 << 16 if name in ("setup.sh", "run_autograder") else 0o644 << 16
+            runs = name in ("setup.sh", "run_autograder")
+            info.external_attr = (0o755 if runs else 0o644) << 16
             info.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(info, data)
 
@@ -56,7 +59,8 @@ def main(argv=None):
         write(a.out)
     except OSError as e:
         p.error(str(e))
-    print(f"{a.out}: {a.out.stat().st_size / 1e6:.1f} MB. It holds the solutions: for the server alone")
+    print(f"{a.out}: {a.out.stat().st_size / 1e6:.1f} MB. "
+          "It holds the solutions: for the server alone")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 differently must pass. A wrong answer must fail with a message that names its mistake, and so must
 each case of "Diagnose".
 
-    python exercises/check.py [WORDS]      only exercises whose names contain one of the words, or diagnose
+    python exercises/check.py [WORDS]  exercises whose names contain one of the words, or diagnose
 """
 import ast
 import os
@@ -47,16 +47,18 @@ def spoil(x):
         x.logical_not_() if x.dtype == torch.bool else x.add_(1)
     if isinstance(x, (list, dict)):
         x.append(0) if isinstance(x, list) else x.clear()
-    for part in vars(x).values() if hasattr(x, "known") else x if isinstance(x, (list, tuple)) else ():
+    parts = x if isinstance(x, (list, tuple)) else ()
+    for part in vars(x).values() if hasattr(x, "known") else parts:
         spoil(part)
 """
 KINDS = {   # mistakes that any function can make: {kind: (code, what the message must say)}
     "random": ("torch.rand(1)\nreturn right(*given)", "random numbers of your own"),
     "constant": ("return FIRST.setdefault(0, right(*given))", "")}
 OBJECTS = set("self coins step store score allowed pass_cost rule layer device probs".split())
-NUMBERS = set("cap head_dim theta end window start temperature top_k top_p min_p best offset alpha gamma "
-              "cost most least plain seconds drafted verified share bits size bandwidth call group rows "
-              "width cache flops ahead step steps L every scale threshold first T size window".split())
+NUMBERS = set(
+    "cap head_dim theta end window start temperature top_k top_p min_p best offset alpha gamma "
+    "cost most least plain seconds drafted verified share bits size bandwidth call group rows "
+    "width cache flops ahead step steps L every scale threshold first T size window".split())
 
 
 def traps(task):
@@ -83,16 +85,20 @@ def behind(task, name, node, body):
     original."""
     outer = "." in name
     lines = textwrap.dedent("\n".join(splice.original(task.module, name)[outer:])).splitlines()
-    right = "\n".join(lines[len(node.decorator_list) :]).replace(f"def {node.name}(", "def right(", 1)
+    right = "\n".join(lines[len(node.decorator_list) :])
+    right = right.replace(f"def {node.name}(", "def right(", 1)
     head = splice.stub(task.module, name).rsplit("\n", 2)[0]
-    others = [line for other in task.functions + splice.HELPERS.get(task.module, ()) if other != name
+    others = [line for other in task.functions + splice.HELPERS.get(task.module, ())
+              if other != name
               for line in splice.original(task.module, other)]
-    return "\n".join([TRAPS, right, head, textwrap.indent(body, " " * (4 + 4 * outer)), *others, ""])
+    body = textwrap.indent(body, " " * (4 + 4 * outer))
+    return "\n".join([TRAPS, right, head, body, *others, ""])
 
 
 def cases(task):
     """(task, kind, text, the expected status, words of the message)"""
-    yield task, "the stub", "\n".join(splice.stub(task.module, name) for name in task.functions), "to do", ""
+    stub = "\n".join(splice.stub(task.module, name) for name in task.functions)
+    yield task, "the stub", stub, "to do", ""
     yield task, "the original", answer(task), "passed", ""
     for text in SHAPES.get(task.name, ()):
         yield task, "another shape", text, "passed", ""

@@ -45,13 +45,15 @@ def drafted(state):
 
 WHOLE, NUMBER = "a whole number", "a number"
 FORMS = {   # {function: its results, from its arguments by name}
-    **dict.fromkeys(("expected_tokens", "expected_tokens_along", "Counts.alpha", "draft_cost", "speed",
-                     "break_even", "cost_in_bits", "pass_seconds"), lambda g: {"the result": NUMBER}),
+    **dict.fromkeys(("expected_tokens", "expected_tokens_along", "Counts.alpha", "draft_cost",
+                     "speed", "break_even", "cost_in_bits", "pass_seconds"),
+                    lambda g: {"the result": NUMBER}),
     **dict.fromkeys(("softcap", "RMSNorm.forward", "Attention.forward"),
                     lambda g: {"the result": like(g["x"])}),
     "rotate": lambda g: {"the result": like(g["x"], torch.result_type(g["x"], g["cos"]),
                                             torch.broadcast_shapes(g["x"].shape, g["cos"].shape))},
-    "frequencies": lambda g: {"the result": Tensor((g["head_dim"] // 2,), F64, g["device"] or "cpu")},
+    "frequencies": lambda g: {
+        "the result": Tensor((g["head_dim"] // 2,), F64, g["device"] or "cpu")},
     "visible": lambda g: {"the mask": mask(g)},
     "KVCache.write": lambda g: {"the keys": written(g), "the values": written(g)},
     "to_probs": lambda g: {"the result": like(g["logits"], at_least_float32(g["logits"]))},
@@ -60,7 +62,8 @@ FORMS = {   # {function: its results, from its arguments by name}
     "verify_tree": lambda g: dict.fromkeys(("node", "token"), Tensor(g["tokens"].shape[:1], LONG)),
     **dict.fromkeys(("chain", "SelfDraft.propose"), lambda g: drafted(g["state"])),
     "best_gamma": lambda g: {"gamma": WHOLE},
-    "GaussianProcess.predict": lambda g: dict.fromkeys(("mean", "deviation"), Tensor(g["z"].shape[:1], F64)),
+    "GaussianProcess.predict": lambda g: dict.fromkeys(
+        ("mean", "deviation"), Tensor(g["z"].shape[:1], F64)),
     "expected_improvement": lambda g: {"the result": like(g["mean"])},
     "climb": lambda g: {"the ends": Tensor(g["starts"].shape, None),
                         "their scores": Tensor(g["starts"].shape[:1], None)},
@@ -83,7 +86,8 @@ def words(form):
     if isinstance(form, str):
         return form
     if isinstance(form, (Tensor, torch.Tensor)):
-        shape = ", ".join("any" if n is None else str(n) for n in form.shape) + "," * (len(form.shape) == 1)
+        shape = ", ".join("any" if n is None else str(n) for n in form.shape)
+        shape += "," * (len(form.shape) == 1)
         dtype = str(form.dtype or "a floating type").removeprefix("torch.")
         device = "" if str(form.device) == "cpu" else f" on {form.device}"
         return f"a tensor ({shape}) in {dtype}{device}"
@@ -106,7 +110,8 @@ def wrong(form, value):
     if value.layout != torch.strided:
         return "another layout: a plain, dense tensor is wanted"
     if not (value.dtype == form.dtype or form.dtype is None and value.is_floating_point()):
-        return "another dtype: ids and counts are int64, masks bool, and numbers keep the type that came in"
+        return ("another dtype: ids and counts are int64, masks bool, and numbers keep the type "
+                "that came in")
     if value.device.type != torch.device(form.device).type:
         return "another device: make new tensors with device=..., or from a tensor that came in"
     return None

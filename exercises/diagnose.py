@@ -34,7 +34,8 @@ class Case(NamedTuple):
     why: str        # what a good answer says; shown when the line is right
 
 
-TABLE = Path(__file__).with_suffix(".md").read_text(encoding="utf-8").partition("|---")[2].splitlines()[1:]
+PAGE = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
+TABLE = PAGE.partition("|---")[2].splitlines()[1:]
 CASES = [Case(*map(str.strip, line.strip("|").split("|"))) for line in TABLE]
 
 
@@ -51,7 +52,8 @@ def mutated(case):
     right, wrong = (cuts.bare(cuts.find(ast.parse(text), m.scope)).splitlines()
                     for text in (source, cuts.change(source, m.scope, m.old, m.new)))
     changes = difflib.SequenceMatcher(None, right, wrong, autojunk=False).get_opcodes()
-    where = {n + 1 for kind, _, _, a, b in changes if kind != "equal" for n in range(a, max(b, a + 1))}
+    where = {n + 1 for kind, _, _, a, b in changes if kind != "equal"
+             for n in range(a, max(b, a + 1))}
     return wrong, where
 
 
@@ -60,11 +62,13 @@ def failure(case, most=30):
     m = row(case)
     with tempfile.TemporaryDirectory(prefix="diagnose-") as made:
         mistakes.plant(m, made)
-        status = mistakes.run_tests([m.shown], made, mistakes.LIMIT, ("--tb=short", "-rN"), f"{made}/out")
+        status = mistakes.run_tests([m.shown], made, mistakes.LIMIT, ("--tb=short", "-rN"),
+                                    f"{made}/out")
         out = Path(made, "out").read_text(encoding="utf-8", errors="replace")
     if status != 1:
         raise RuntimeError(f"{m.shown} does not fail: {out}")
-    lines = [re.sub(r"\S*/site-packages/", "", line.replace(made + "/", "")) for line in out.splitlines()]
+    lines = [re.sub(r"\S*/site-packages/", "", line.replace(made + "/", ""))
+             for line in out.splitlines()]
     lines = [line[:400] for line in lines if line.strip(" ^")]
     start = next(i for i, line in enumerate(lines) if "FAILURES" in line) + 1
     end = next(i for i, line in enumerate(lines) if line.startswith("!!!"))
@@ -78,7 +82,8 @@ def show(number, case):
     numbered = [f"{i:3} | {line}" for i, line in enumerate(wrong, 1)]
     return "\n".join([
         f"Diagnose {number}: `{case.function}` of {m.file}. One line is wrong. Which, and why?", "",
-        "line: ?", "why: ?", "", *numbered, "", "What the failing test printed:", "", *failure(case), ""])
+        "line: ?", "why: ?", "", *numbered, "",
+        "What the failing test printed:", "", *failure(case), ""])
 
 
 def write(out, seed=None):
@@ -100,7 +105,8 @@ def grade(path):
     if int(line[1]) not in mutated(case)[1]:
         return "failed", f"line {line[1]} is as the library has it"
     empty = not why or why[1] in ("", "?")
-    return "passed", ("say why, too; " if empty else "") + f"compare your reason with this: {case.why}"
+    also = "say why, too; " if empty else ""
+    return "passed", f"{also}compare your reason with this: {case.why}"
 
 
 def main(argv=None):
@@ -114,7 +120,8 @@ def main(argv=None):
             folder = write(a.out, a.variant)
         except OSError as e:
             sys.exit(str(e))
-        print(f"{COUNT} cases are in {folder}: put the number of the wrong line after `line:`, and say why")
+        print(f"{COUNT} cases are in {folder}: put the number of the wrong line after `line:`, "
+              "and say why")
         return 0
     files, passed = [path for n in range(1, len(CASES) + 1)
                      if (path := a.out / "diagnose" / f"{n:02}.txt").is_file()], 0

@@ -16,7 +16,8 @@ def head_loss(head, target, ahead, length):
     """
     N = max(0, head.shape[1] - ahead)
     counts = torch.arange(N, device=head.device) < length[:, None] - ahead      # (B, N)
-    # trap: select before the product: a row that is left out after it still gets a gradient of 0 * NaN
+    # trap: select before the product:
+    # a row that is left out after it still gets a gradient of 0 * NaN
     p = target[:, ahead:][counts].detach().softmax(-1)                          # (rows, V)
     far = -(p * head[:, :N][counts].log_softmax(-1)).sum()
     return far / counts.sum().clamp(min=1)
@@ -49,7 +50,8 @@ def exit_loss(logits, tokens, L, scale):
     weights = 0.0
     for block, said in logits.items():
         weight = scale * sum(range(block + 1))
-        if block == L - 1:      # trap: of a single exit the formula's weight is 0, and 0 / 0 no loss
+        # trap: of a single exit the formula's weight is 0, and 0 / 0 no loss
+        if block == L - 1:
             weight = max(1, L - 1) + scale * sum(range(L - 1))
         loss = loss + weight * F.cross_entropy(said[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         weights += weight

@@ -5,7 +5,7 @@ call.
     python exercises/grade.py OUT              all exercises
     python exercises/grade.py OUT verify       one of them, by its name or number
     python exercises/grade.py OUT --json       all of them, as a list of verdicts
-    python exercises/grade.py OUT --gradescope results.json      and write marks for a course's server
+    python exercises/grade.py OUT --gradescope FILE      and write marks for a course's server
 
 Only the text and its distribution are graded, never speed or acceptance rate. A correct answer that
 gains less than it could passes, with a remark that says why.
@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
     exercise: str
     number: int
     status: str         # "passed", "failed", or "to do": it is still the stub
-    message: str = ""   # what failed: given, expected, got, their difference, and the likely mistake
+    message: str = ""   # what failed: given, expected, got, their difference, the likely mistake
     test: str = ""      # the test that failed
     line: int = 0       # the line of the student's file at which an error was raised
     remark: str = ""    # about a correct answer: why it gains less than it could; or that it prints
@@ -74,9 +74,11 @@ class Watch:
         if kind != "Failed":
             message = f"{kind}: {message}"
             message += (f"\nraised at     line {line}: {statement}" if line else
-                        "\nraised by     the test, which cannot use what came back: another shape or type?")
+                        "\nraised by     the test, which cannot use what came back: "
+                        "another shape or type?")
             if "view size is not compatible" in message:
-                message += "\nlikely        an input may be a slice or a transpose: take reshape, not view"
+                message += ("\nlikely        an input may be a slice or a transpose: "
+                            "take reshape, not view")
         about = (getattr(getattr(node, "function", None), "__doc__", "") or
                  node.name.removeprefix("test_").partition("[")[0].replace("_", " "))
         if "given" not in message:
@@ -95,7 +97,8 @@ class Watch:
         if exitstatus == 0:
             self.found["status"] = "passed"
         elif "message" not in self.found:
-            self.found["message"] = f"the tests could not be run (pytest's status {int(exitstatus)})"
+            self.found["message"] = ("the tests could not be run "
+                                     f"(pytest's status {int(exitstatus)})")
         self.write()
 
     def write(self):
@@ -110,20 +113,23 @@ def run_tests(folder, task, limit):
     from exercises import guard  # late: it imports torch; and before the path is another one
 
     os.chdir(folder)
-    sys.path[:] = [p for p in sys.path if Path(p).resolve() not in (ROOT, ROOT / "exercises", ROOT / "tests")]
+    ours = ROOT, ROOT / "exercises", ROOT / "tests"
+    sys.path[:] = [p for p in sys.path if Path(p).resolve() not in ours]
     sys.path[:0] = [folder, f"{folder}/tests"]
     out = os.open("out.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"      # no test needs one, and loading them takes longer
+    # no test needs a plugin, and loading them takes longer
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     faulthandler.dump_traceback_later(0.9 * limit, file=open("hang.txt", "w"))
     watch, text = Watch(), Path("answer.py").read_text(encoding="utf-8")
     try:
         guard.install(task.module, task.functions, splice.code(task.module, task.functions, text))
     except Exception as e:
         line, statement = line_of(e.__traceback__)
-        watch.found = {"line": line, "message": f"line {line}: it cannot be imported: {type(e).__name__}: "
-                                                f"{e}\nraised at     line {line}: {statement}"}
+        watch.found = {"line": line, "message":
+                       f"line {line}: it cannot be imported: {type(e).__name__}: {e}"
+                       f"\nraised at     line {line}: {statement}"}
         watch.write()
         os._exit(0)
     # without what the tests here do not need and takes longer than most of them
@@ -147,7 +153,8 @@ def copy_library(folder, task):
     (folder / task.module).parent.mkdir(exist_ok=True)
     cut = {task.module: task.functions}
     if splice.JUDGES & {*task.functions}:
-        cut = {module: names + splice.HELPERS.get(module, ()) for module, names in splice.RIVALS.items()}
+        cut = {module: names + splice.HELPERS.get(module, ())
+               for module, names in splice.RIVALS.items()}
     for module, names in cut.items():
         (folder / module).write_text(splice.hollow(module, names), encoding="utf-8")
 
@@ -183,7 +190,8 @@ def grade(task, text, limit=LIMIT):
             process.join()
             return verdict._replace(**hanging(folder, limit))
         if (folder / "result.json").exists():
-            return verdict._replace(**json.loads((folder / "result.json").read_text(encoding="utf-8")))
+            found = (folder / "result.json").read_text(encoding="utf-8")
+            return verdict._replace(**json.loads(found))
         return verdict._replace(message="the process ended before the tests did "
                                         f"(status {process.exitcode}): does it call exit?")
 
@@ -197,7 +205,8 @@ def grade_file(task, folder, limit):
     except splice.Refused as e:
         return Verdict(task.name, task.number, "failed", str(e))
     except Exception as e:      # one answer must not cost the verdicts on all others
-        return Verdict(task.name, task.number, "failed", f"it cannot be graded: {type(e).__name__}: {e}")
+        return Verdict(task.name, task.number, "failed",
+                       f"it cannot be graded: {type(e).__name__}: {e}")
 
 
 def results(verdicts):
@@ -207,7 +216,8 @@ def results(verdicts):
     for task in TASKS:
         v = known.get(task.number, Verdict(task.name, task.number, "to do"))
         most, passed = 4 * (task.number <= 15), v.status == "passed"
-        tests.append({"number": str(v.number), "name": v.exercise, "status": "passed" if passed else "failed",
+        tests.append({"number": str(v.number), "name": v.exercise,
+                      "status": "passed" if passed else "failed",
                       "score": most * passed, "max_score": most, "output": "\n".join(show(v)),
                       "output_format": "text"})
     return {"score": sum(test["score"] for test in tests), "visibility": "visible", "tests": tests}
@@ -223,12 +233,14 @@ def show(verdict):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description="Grade the answers in a student's folder. It runs their code.",
+    p = argparse.ArgumentParser(description="Grade the answers in a student's folder. "
+                                            "It runs their code.",
                                 epilog="A server should give it a sandbox.")
     p.add_argument("out", type=Path, metavar="OUT", help="the folder that start.py made")
     p.add_argument("name", nargs="?", help="one exercise, by its name or number")
     p.add_argument("--json", action="store_true", help="one JSON list instead of a table")
-    p.add_argument("--gradescope", type=Path, metavar="FILE", help="also write the marks into a results.json")
+    p.add_argument("--gradescope", type=Path, metavar="FILE",
+                   help="also write the marks into a results.json")
     p.add_argument("--seconds", type=float, default=LIMIT, help="for the tests of one exercise")
     a = p.parse_args(argv)
     if not a.out.is_dir():
@@ -243,7 +255,8 @@ def main(argv=None):
     verdicts = []
     for task in tasks:
         verdicts.append(grade_file(task, a.out, a.seconds))
-        if a.gradescope:        # after each exercise: if the server stops this process, the others count
+        # after each exercise: if the server stops this process, the others count
+        if a.gradescope:
             a.gradescope.write_text(json.dumps(results(verdicts), indent=1), encoding="utf-8")
         if not a.json:
             print(*show(verdicts[-1]), sep="\n", flush=True)

@@ -31,7 +31,8 @@ def frozen(x):
     if isinstance(x, (int, float, str, range, type(None))):
         return x
     if isinstance(x, torch.nn.Module):
-        plain = {name: v for name, v in vars(x).items() if isinstance(v, (int, float, str, type(None)))}
+        plain = {name: v for name, v in vars(x).items()
+                 if isinstance(v, (int, float, str, type(None)))}
         return plain | {name: frozen(t) for name, t in x.state_dict(keep_vars=True).items()}
     if isinstance(x, dict):
         return {key: frozen(value) for key, value in x.items()}
@@ -64,7 +65,8 @@ def tensors(x, name=""):
     if isinstance(x, (list, tuple)):
         return [pair for i, part in enumerate(x) for pair in tensors(part, f"{name}[{i}]")]
     if isinstance(x, dict):
-        return [pair for key, part in x.items() for pair in tensors(part, f"{name}.{key}".strip("."))]
+        return [pair for key, part in x.items()
+                for pair in tensors(part, f"{name}.{key}".strip("."))]
     return [] if callable(x) or not hasattr(x, "__dict__") else tensors(vars(x), name)
 
 
@@ -110,7 +112,8 @@ def public(places):
     """[(place, names, values)] of what other code calls there."""
     found = []
     for place in places:
-        rows = {name: value for name, value in vars(place).items() if name[0] != "_" and callable(value)}
+        rows = {name: value for name, value in vars(place).items()
+                if name[0] != "_" and callable(value)}
         found.append((place, list(rows), list(rows.values())))
     return found
 
@@ -149,7 +152,9 @@ def watched(name, original):
                 given[key] = recorded(value, returned[key])
             else:
                 given[key] = strided(value)
-        called, before, modes = f"a call of {name}({', '.join(given)})", frozen([given, kept]), settings()
+        called = f"a call of {name}({', '.join(given)})"
+        before = frozen([given, kept])
+        modes = settings()
         given = dict(given)
         with no_other_chance(called):
             result = call.answer(*bound.args, **bound.kwargs)
@@ -173,12 +178,14 @@ def check_surroundings(called, originals, modes, returned):
              "all code that runs later would call yours; give it a name of your own")
     for what, now in settings().items():
         if now != modes[what]:
-            fail(called, f"{what} stays {modes[what]}", now, "it holds for all code that runs later; "
+            fail(called, f"{what} stays {modes[what]}", now,
+                 "it holds for all code that runs later; "
                  "to change it for a while, write `with torch.no_grad():` and the like")
     for key, found in returned.items():
         if any(changed(copy, frozen(now), "") for now, copy in found):
-            fail(called, f"what `{key}` returned stays as it is", "it has changed", "something is done "
-                 "in place; what `store` returns, for one, is the cache itself: work on a clone")
+            fail(called, f"what `{key}` returned stays as it is", "it has changed",
+                 "something is done in place; what `store` returns, for one, is the cache itself: "
+                 "work on a clone")
 
 
 def check(called, given, kept, before, result, itself):
@@ -186,8 +193,8 @@ def check(called, given, kept, before, result, itself):
     from teach import fail, short
 
     for now, old, why in (
-            (given, before[0], "something is done in place, as by `x[...] =`, `+=`, or a method that ends in "
-             "_; work on a clone, because the caller goes on with what it gave you"),
+            (given, before[0], "something is done in place, as by `x[...] =`, `+=`, or a method "
+             "that ends in _; work on a clone, because the caller goes on with what it gave you"),
             (kept, before[1], "two calls hand out the same tensor; make a new one in each")):
         found = changed(old, frozen(now), "")
         if found:
@@ -200,7 +207,8 @@ def check(called, given, kept, before, result, itself):
     for at, out in results:
         for other, t in tensors(given):
             if share(out, t):
-                fail(called, "results in memory of their own", f"the result{at} is (a part of) `{other}`",
+                fail(called, "results in memory of their own",
+                     f"the result{at} is (a part of) `{other}`",
                      "return a copy, because the caller goes on with both and may change one")
     for (one, a), (two, b) in combinations(results, 2):
         if share(a, b):
@@ -213,19 +221,23 @@ def install(module, names, code):
     of the module's names, so its assignments change nothing outside."""
     library = importlib.import_module(module.removesuffix(".py").replace("/", "."))
     own = sys.modules["answer"] = types.ModuleType("answer")
-    places = [(getattr(library, name.split(".")[0]) if "." in name else library, name) for name in names]
+    places = [(getattr(library, name.split(".")[0]) if "." in name else library, name)
+              for name in names]
     calls = {}
     for place, name in places:
         last = name.split(".")[-1]
         old = vars(place)[last]
         calls[name] = watched(name, old.fget if isinstance(old, property) else old)
         setattr(place, last, property(calls[name]) if isinstance(old, property) else calls[name])
-    vars(own).update({key: value for key, value in vars(library).items() if not key.startswith("__")})
+    vars(own).update({key: value for key, value in vars(library).items()
+                      if not key.startswith("__")})
     exec(code, vars(own))
-    from teach import no_other_chance  # noqa: F401  with it come the modules that no answer may change
+    # with it come the modules that no answer may change
+    from teach import no_other_chance  # noqa: F401
 
     modules = [sys.modules[name] for name in ("teach", "tiny", "pytest", "sampling")]
-    originals = public([torch, torch.Tensor, torch.nn.functional, math, random, *modules, modules[-1].Coins])
+    originals = public([torch, torch.Tensor, torch.nn.functional, math, random,
+                        *modules, modules[-1].Coins])
     for place, name in places:
         outer, _, last = name.rpartition(".")
         new = vars(vars(own)[outer])[last] if outer else vars(own)[name]

@@ -3,8 +3,9 @@ smallest input that shows it. How far its distribution is from the target's is c
 tour is museum.md.
 
     python exercises/museum.py                          all exhibits
-    python exercises/museum.py --five 7                 five verifiers, of which one is wrong: which?
-    python exercises/museum.py --five 7 --answer 3 --p .6 .3 .1 --q .2 .3 .5     and for which p and q?
+    python exercises/museum.py --five 7                 which of five verifiers is wrong?
+    python exercises/museum.py --five 7 --answer 3 --p .6 .3 .1 --q .2 .3 .5
+                                                        number 3, as these p and q show
 """
 import argparse
 import ast
@@ -32,7 +33,8 @@ from sampling import Coins, to_probs  # noqa: E402
 from speculative import until  # noqa: E402
 from verification import verify  # noqa: E402
 
-OURS = {"verify": verify, "verify_tree": verify_tree, "chain": chain, "until": until, "to_probs": to_probs,
+OURS = {"verify": verify, "verify_tree": verify_tree, "chain": chain, "until": until,
+        "to_probs": to_probs,
         "Coins": Coins, "rounds_with_cache": minimal.rounds_with_cache, "constrain": constrain,
         "ring_size": ring_size}
 WARM = {"temperature": 1.0}
@@ -64,7 +66,8 @@ def changed(e):
     for old, new in e.changes:
         source = change(source, e.where, old, new)
     name = e.scope.split(".")[0]
-    space = {"__name__": e.file.removesuffix(".py").replace("/", "."), "__file__": str(ROOT / e.file)}
+    space = {"__name__": e.file.removesuffix(".py").replace("/", "."),
+             "__file__": str(ROOT / e.file)}
     exec(compile(source, e.file, "exec"), space)    # our own source, with these lines changed
     return name, space[name], source, ours
 
@@ -131,7 +134,8 @@ def in_a_ring(slots, coins):
         draft = coins.choose(q)
         ring[last % slots] = text[last]
         ring[(last + 1) % slots] = int(draft)
-        ones = [sum(ring[s] for s in range(slots) if row[s]) for row in ring_mask(last, 2, slots, 2).tolist()]
+        ones = [sum(ring[s] for s in range(slots) if row[s])
+                for row in ring_mask(last, 2, slots, 2).tolist()]
         p = wide([[0.2 + 0.3 * n, 0.8 - 0.3 * n] for n in ones])
         accepted, token = verify(p[None], q[None], draft[None], coins)
         text += [int(draft)] * int(accepted) + [int(token)]
@@ -158,8 +162,8 @@ def laws(e, tools=None):
     if tools is None:
         name, function, *_ = changed(e)
         tools = OURS | {name: function}
-    if e.scope == "rounds_with_cache":      # a model of three tokens that drafts with its first block
-        model = make(TINY, 1)
+    if e.scope == "rounds_with_cache":
+        model = make(TINY, 1)       # a model of three tokens that drafts with its first block
         return tuple(law(lambda coins, rounds=rounds: tuple(t for *_, new in rounds(
             model, [1], 3, 1, 1, lambda x: to_probs(x, 1.0), coins) for t in new))
             for rounds in (tools[e.scope], minimal.rounds))
@@ -170,7 +174,8 @@ def laws(e, tools=None):
     for row in to_probs(wide(e.p).log(), **e.case.get("sampling", WARM)):
         right = {(*text, *more): weight * chance for text, weight in right.items()
                  for more, chance in ([((), 1.0)] if set(e.case.get("eos", ())) & set(text) else
-                                      [((t,), x) for t, x in enumerate(masked(row, grammar, text).tolist())])}
+                                      [((t,), x) for t, x
+                                       in enumerate(masked(row, grammar, text).tolist())])}
     run = round_of(e, tools)
     if "points" in e.case:
         return law_by_points(run, tools["Coins"], e.case["points"]()), right
@@ -238,7 +243,8 @@ RIGHT = [   # other ways to write `verify`, all right
     ((PASSED, PASSED.replace("ratio", "ratio.clamp(max=1)")),),
     ((RESIDUAL, "residual = residual - torch.minimum(residual, q)"),),
     ((RESIDUAL, "residual = torch.maximum(residual, q) - q"),),
-    (("accepted = passed.cumprod(1).sum(1)", "accepted = (passed.cumsum(1) == live.cumsum(1)).sum(1)"),),
+    (("accepted = passed.cumprod(1).sum(1)",
+      "accepted = (passed.cumsum(1) == live.cumsum(1)).sum(1)"),),
     ((PASSED, "drawn = coins.choose(p)\npassed = (drawn[:, :-1] == tokens) & live"),
      ("return accepted, next_token(p, q, accepted, live, coins)",
       "return accepted, drawn[torch.arange(len(p)), accepted]"))]
@@ -284,8 +290,10 @@ def judge(seed, number, p, q):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description="Bugs that real projects shipped, and how far off they are.")
-    p.add_argument("--five", type=int, metavar="SEED", help="which of these five verifiers is wrong?")
+    p = argparse.ArgumentParser(
+        description="Bugs that real projects shipped, and how far off they are.")
+    p.add_argument("--five", type=int, metavar="SEED",
+                   help="which of these five verifiers is wrong?")
     p.add_argument("--answer", type=int, metavar="N", help="the number of the wrong one")
     p.add_argument("--p", type=float, nargs="+", metavar="X", help="and p, the same at each place,")
     p.add_argument("--q", type=float, nargs="+", metavar="X", help="and q, for which it is off")

@@ -13,7 +13,8 @@ def first_failure(p, q, tokens, coins):
     weight = torch.stack([first, (first * ratio[1]).clamp(max=1)])
     accepted = int(coins.flip(weight).long().cumprod(0).sum())
     left = p[0, accepted] - (q[0, accepted] if accepted < 2 else 0)
-    return accepted, int(coins.choose(left.clamp(min=0) if left.clamp(min=0).sum() > 0 else p[0, accepted]))
+    return accepted, int(coins.choose(
+        left.clamp(min=0) if left.clamp(min=0).sum() > 0 else p[0, accepted]))
 
 
 def counterexample():

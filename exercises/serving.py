@@ -11,8 +11,9 @@ def constrain(p, tokens, grammar, state):
     grammar (S, V): the state after each token in each state, -1 where the token is forbidden. state
     (B,): the state of each text before the draft. After a forbidden draft token no row counts.
 
+    >>> p = torch.tensor([[[0.5, 0.5]] * 2])
     >>> grammar = torch.tensor([[1, -1], [-1, 0]])          # 0 and 1 take turns
-    >>> constrain(torch.tensor([[[0.5, 0.5]] * 2]), torch.tensor([[0]]), grammar, torch.tensor([0])).tolist()
+    >>> constrain(p, torch.tensor([[0]]), grammar, torch.tensor([0])).tolist()
     [[[1.0, 0.0], [0.0, 1.0]]]
     """
     rows = []
@@ -31,7 +32,8 @@ def replay(size, window, gamma, accepted, mask):
     ring, text, first = [None] * size, {}, 0
     for number, kept in enumerate(accepted):
         for position in range(first, first + gamma + 1):
-            text[position] = ring[position % size] = (position, number)     # a key, as that round computed it
+            # a key, as that round computed it
+            text[position] = ring[position % size] = (position, number)
         for i, row in enumerate(mask(first, gamma + 1, size, window).tolist(), first):
             read = {key for key, seen in zip(ring, row, strict=True) if seen}
             if read != {text[j] for j in range(max(0, i - window + 1), i + 1)}:
@@ -45,11 +47,11 @@ def ring_mask(first, T, size, window):
     bool. The block stands at the positions first .. first+T-1; position j is in slot j % size. A
     token sees itself and the window - 1 positions before it. size >= window.
 
-    >>> ring_mask(3, 2, 4, 2).int().tolist()        # 3 sees 2 and 3, in slots 2 and 3; 4 sees 3 and 4
+    >>> ring_mask(3, 2, 4, 2).int().tolist()  # 3 sees 2 and 3, in slots 2 and 3; 4 sees 3 and 4
     [[0, 0, 1, 1], [1, 0, 0, 1]]
     """
     position = torch.arange(first, first + T)[:, None]
-    back = (position - torch.arange(size)) % size       # how far back is the last position of each slot
+    back = (position - torch.arange(size)) % size  # how far back is the last position of each slot
     return (back < window) & (back <= position)
 
 

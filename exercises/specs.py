@@ -40,5 +40,6 @@ def specification_of_climb(score, end, allowed):
     return True
 
 
-SPECS = {"verify": specification_of_verify, "expected_tokens, best_gamma": specification_of_expected_tokens,
+SPECS = {"verify": specification_of_verify,
+         "expected_tokens, best_gamma": specification_of_expected_tokens,
          "climb": specification_of_climb}

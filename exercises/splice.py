@@ -13,14 +13,15 @@ from pathlib import Path
 from exercises.cuts import Stale, find
 
 ROOT = Path(__file__).resolve().parent.parent
-HARMLESS = {"__future__", "bisect", "collections", "copy", "dataclasses", "functools", "heapq", "itertools",
-            "math", "operator", "random", "sampling", "torch", "typing"}
+HARMLESS = {
+    "__future__", "bisect", "collections", "copy", "dataclasses", "functools", "heapq",
+    "itertools", "math", "operator", "random", "sampling", "torch", "typing"}
 AROUND = {  # ways to code that is not in scope
     "__import__", "__builtins__", "__loader__", "__spec__", "__globals__", "__dict__", "__code__",
-    "__closure__", "__wrapped__", "__subclasses__", "_getframe", "eval", "exec", "globals", "importlib",
-    "inspect", "open", "os", "_os", "sys", "_sys"}
+    "__closure__", "__wrapped__", "__subclasses__", "_getframe", "eval", "exec", "globals",
+    "importlib", "inspect", "open", "os", "_os", "sys", "_sys"}
 RIVALS = {"verification.py": ("verify", "verify_block"), "methods/trees.py": ("verify_tree",)}
-JUDGES = {name for row in RIVALS.values() for name in row}      # each could stand in for another one
+JUDGES = {name for row in RIVALS.values() for name in row}  # each could stand in for another one
 HELPERS = {"verification.py": ("against", "next_token")}        # half the work of a judge
 
 
@@ -48,7 +49,8 @@ def original(module, name):
     """The lines of a function of the library; of a method, below the line of its class."""
     text = source(module)
     outer = name.rpartition(".")[0]
-    return [f"class {outer}:"] * bool(outer) + text.splitlines()[slice(*span(find(ast.parse(text), name)))]
+    lines = text.splitlines()[slice(*span(find(ast.parse(text), name)))]
+    return [f"class {outer}:"] * bool(outer) + lines
 
 
 def stub(module, name):
@@ -122,7 +124,8 @@ def parse(text):
 
 
 def is_stub(node):
-    body = [n for n in node.body if not isinstance(n, ast.Expr) or not isinstance(n.value, ast.Constant)]
+    body = [n for n in node.body
+            if not isinstance(n, ast.Expr) or not isinstance(n.value, ast.Constant)]
     return all(isinstance(n, ast.Raise) and "NotImplementedError" in ast.unparse(n) for n in body)
 
 
@@ -157,8 +160,8 @@ def check_imports(node, module):
 def why_not(name):
     """Why an exercise does without a module."""
     if name.split(".")[0] == "numpy":
-        return ("its arrays know neither gradients nor devices, and change dtypes silently; torch has "
-                "the same functions under nearly the same names")
+        return ("its arrays know neither gradients nor devices, and change dtypes silently; "
+                "torch has the same functions under nearly the same names")
     if any((ROOT / folder / f"{name}.py").exists() for folder in ("tests", "exercises/tests")):
         return "these are the tests: write the function itself"
     return "an exercise needs torch and math alone"
@@ -173,7 +176,8 @@ def check_ways_around(node):
             alias.name for alias in getattr(inner, "names", ()) if isinstance(alias, ast.alias)}
         found = {name for name in named if isinstance(name, str)} & AROUND
         if found:
-            raise Refused(f"line {getattr(inner, 'lineno', node.lineno)}: `{found.pop()}` goes around the "
+            line = getattr(inner, "lineno", node.lineno)
+            raise Refused(f"line {line}: `{found.pop()}` goes around the "
                           "exercise, to code that is not in scope: write the function itself")
 
 
@@ -182,7 +186,8 @@ def check_rivals(node, names):
     for inner in ast.walk(node):
         found = {getattr(inner, key, None) for key in ("id", "attr", "name")} & (JUDGES - {*names})
         if found and JUDGES & {*names} and not isinstance(inner, ast.FunctionDef):
-            raise Refused(f"line {getattr(inner, 'lineno', node.lineno)}: `{found.pop()}` would do the work; "
+            line = getattr(inner, "lineno", node.lineno)
+            raise Refused(f"line {line}: `{found.pop()}` would do the work; "
                           f"write `{names[0]}` itself")
 
 
@@ -200,7 +205,7 @@ def sets(node):
         method = isinstance(inner, ast.Call) and inner is getattr(node, "value", None)
         place = inner.func if method and isinstance(node, ast.Expr) else inner
         store = place is not inner or isinstance(getattr(inner, "ctx", None), (ast.Store, ast.Del))
-        while isinstance(place, (ast.Subscript, ast.Attribute)):        # TABLE[0] = 1, TABLE.append(1)
+        while isinstance(place, (ast.Subscript, ast.Attribute)):    # TABLE[0] = 1, TABLE.append(1)
             place = place.value
         if isinstance(place, ast.Name) and store and place.id not in HARMLESS:
             found.add(place.id)
@@ -230,9 +235,12 @@ def code(module, names, text, file="answer.py"):
         outer = find(tree, full.split(".")[0])
         for inner in outer.body if "." in full else ():
             if isinstance(inner, ast.FunctionDef) and f"{outer.name}.{inner.name}" not in names:
-                raise Refused(f"line {inner.lineno}: put `{inner.name}` outside of its class, as a function")
+                raise Refused(f"line {inner.lineno}: put `{inner.name}` outside of its class, "
+                              "as a function")
         if "." in full:
-            outer.body, outer.bases, outer.decorator_list = [n for n in news if n in outer.body], [], []
+            outer.body = [n for n in news if n in outer.body]
+            outer.bases = []
+            outer.decorator_list = []
         kept[outer.lineno] = outer
     tops = {full.split(".")[0] for full in names}
     rest = [n for n in tree.body if getattr(n, "name", None) not in tops]

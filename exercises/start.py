@@ -23,7 +23,8 @@ def student_file(task, out):
     """The text of one file."""
     spec = inspect.getsource(SPECS[task.name]) if task.name in SPECS else ""
     stubs = [splice.stub(task.module, name) for name in task.functions]
-    lines = [f'"""Exercise {task.number}: {task.name}, of {task.module}. Sitting {task.sitting}, about '
+    lines = [f'"""Exercise {task.number}: {task.name}, of {task.module}. '
+             f"Sitting {task.sitting}, about "
              f"{task.minutes} minutes, difficulty {task.stars} of 3.", "",
              task.text.replace("\\", "\\\\").rstrip(), "", "Grade it in the library's folder:",
              f"    python exercises/grade.py {out} {task.number}", '"""',
@@ -31,13 +32,15 @@ def student_file(task, out):
     for stub in stubs:
         lines += ["", stub]
     if spec:
-        lines += ["", "# A slow and obvious specification, for you to run. It is no answer.", "", spec]
+        lines += ["", "# A slow and obvious specification, for you to run. It is no answer.", "",
+                  spec]
     return "\n".join(lines)
 
 
 def table():
     """The exercises by sittings, as Markdown."""
-    rows = ["| sitting | read first | exercise | of | minutes | difficulty |", "|---|---|---|---|---|---|"]
+    rows = ["| sitting | read first | exercise | of | minutes | difficulty |",
+            "|---|---|---|---|---|---|"]
     for i, (about, read) in enumerate(SITTINGS, 1):
         for task in (task for task in TASKS if task.sitting == i):
             rows.append(f"| {about} | {read} | {task.number} `{task.name}` | `{task.module}` | "

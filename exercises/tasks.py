@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PAGE = Path(__file__).with_name("texts.md").read_text(encoding="utf-8")
-TEXTS = dict(part.split("\n\n", 1) for part in PAGE.split("\n## ")[1:])      # {name of an exercise: its text}
+TEXTS = dict(part.split("\n\n", 1) for part in PAGE.split("\n## ")[1:])  # {exercise: its text}
 
 
 class Task(NamedTuple):
@@ -55,19 +55,22 @@ def tests(folder="tests", /, **names):
 
 TASKS = [
     Task(1, "softcap, rotate", "model.py", ("softcap", "rotate"), 10, 1, tests(
-        model="softcap_by_hand rotate_by_hand", properties="rotation_keeps_lengths_and_knows_distances_only")
+        model="softcap_by_hand rotate_by_hand",
+        properties="rotation_keeps_lengths_and_knows_distances_only")
         + tests(COURSE, answers="softcap_leaves_its_input_and_type_alone rotate_serves_every_shape "
                 "softcap_and_rotate_hand_gradients_on")),
     Task(2, "frequencies", "model.py", ("frequencies",), 30, 2, tests(
-        model="frequencies_by_hand frequencies_of_linear_scaling_by_hand frequencies_of_llama3_by_hand")
+        model="frequencies_by_hand frequencies_of_linear_scaling_by_hand "
+        "frequencies_of_llama3_by_hand")
         + tests(COURSE, answers="frequencies_of_drawn_settings")),
     Task(3, "RMSNorm.forward", "model.py", ("RMSNorm.forward",), 20, 1, tests(
         by_hand="a_norm_of_two_numbers", model="the_norm_of_gemma2_works_in_float32")
         + tests(COURSE, answers="a_norm_of_any_shape_and_type a_norm_hands_gradients_on")),
     Task(4, "visible", "model.py", ("visible",), 40, 2, tests(
         model="visible_in_the_first_block")
-        + tests(COURSE, visible="visible_behind_a_filled_cache visible_for_rows_at_different_places "
-                "visible_within_a_window visible_where_slots_are_not_positions visible_in_a_tree")
+        + tests(COURSE, visible="visible_behind_a_filled_cache "
+                "visible_for_rows_at_different_places visible_within_a_window "
+                "visible_where_slots_are_not_positions visible_in_a_tree")
         + tests(properties="visible_is_its_definition")),
     Task(5, "Attention.forward", "model.py", ("Attention.forward",), 45, 3, tests(
         by_hand="an_attention_after_a_filled_cache an_attention_keeps_types an_attention_of_qwen")
@@ -88,14 +91,16 @@ TASKS = [
         + tests(COURSE, answers="choices_of_drawn_weights choices_have_any_shape_of_rows")),
     Task(9, "verify", "verification.py", ("verify",), 45, 3, tests(
         by_outcomes="verify_drawn_drafts verify_copied_drafts verify_a_rare_token "
-        "where_nothing_is_left[one_row] verify_rows_stand_for_themselves a_batch_without_a_draft[verify] "
-        "where_p_is_almost_q[verify] verify_refuses_another_vocabulary",
+        "where_nothing_is_left[one_row] verify_rows_stand_for_themselves "
+        "a_batch_without_a_draft[verify] where_p_is_almost_q[verify] "
+        "verify_refuses_another_vocabulary",
         layerskip="the_text_of_a_self_draft_is_the_targets")
         + tests(COURSE, answers="long_drafts_of_a_large_vocabulary[verify-None] "
                 "long_drafts_of_a_large_vocabulary[verify-9]")),
     Task(10, "chain", "drafter.py", ("chain",), 40, 2, tests(
-        COURSE, chain="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
-        "chain_keeps_the_token_that_stops_it chain_rows_draw_for_themselves chain_rows_end_one_by_one "
+        COURSE, chain="chain_draws_each_token_after_the_one_before "
+        "chain_returns_the_q_that_it_drew_from chain_keeps_the_token_that_stops_it "
+        "chain_rows_draw_for_themselves chain_rows_end_one_by_one "
         "chain_lengths chain_rows_of_drawn_rules")
         + tests(layerskip="the_text_of_a_self_draft_is_the_targets")),
     Task(11, "SelfDraft.propose", "layerskip.py", ("SelfDraft.propose",), 45, 3, tests(
@@ -109,8 +114,8 @@ TASKS = [
         "expected_tokens_along_drawn_texts")),
     Task(13, "predict, expected_improvement", "search.py",
          ("GaussianProcess.predict", "expected_improvement"), 40, 2, tests(
-             gaussian="predictions_by_the_dense_formula improvements_by_hand a_single_observation_is_enough "
-             "a_variance_that_rounding_made_negative "
+             gaussian="predictions_by_the_dense_formula improvements_by_hand "
+             "a_single_observation_is_enough a_variance_that_rounding_made_negative "
              "expected_improvement_is_exact_far_below_the_best_and_never_negative")),
     Task(14, "climb", "search.py", ("climb",), 35, 2, tests(
         gaussian="a_climb_by_hand a_climb_ends_where_no_allowed_flip_is_better")
@@ -125,32 +130,39 @@ TASKS = [
          tests(COURSE, answers="alpha_is_no_share_of_drafted_tokens")),
     Task(17, "counterexample", "exercises/published.py", ("counterexample",), 25, 2,
          tests(COURSE, published="a_counterexample_to_the_first_failure")),
-    Task(18, "draft_cost, speed, break_even", "exercises/published.py", ("draft_cost", "speed", "break_even"),
+    Task(18, "draft_cost, speed, break_even", "exercises/published.py",
+         ("draft_cost", "speed", "break_even"),
          20, 2, tests(COURSE, published="a_published_run drawn_runs")),
     Task(19, "Race.settle", "sampling.py", ("Race.settle",), 25, 2, tests(
         by_hand="winners_of_a_race what_has_no_chance_never_wins",
         exact="a_race_is_of_the_seed_the_place_and_the_token the_law_of_a_race "
         "a_draft_by_the_model_itself_wins_every_race")
         + tests(COURSE, answers="winners_of_a_race_share_what_has_one_row")),
-    Task(20, "cost_in_bits, best_bits", "exercises/economics.py", ("cost_in_bits", "best_bits"), 25, 2,
-         tests(COURSE, economics="the_cost_of_few_bits the_best_bits the_best_bits_on_drawn_machines")),
-    Task(21, "pass_seconds, largest_batch", "exercises/economics.py", ("pass_seconds", "largest_batch"),
+    Task(20, "cost_in_bits, best_bits", "exercises/economics.py",
+         ("cost_in_bits", "best_bits"), 25, 2,
+         tests(COURSE, economics="the_cost_of_few_bits the_best_bits "
+               "the_best_bits_on_drawn_machines")),
+    Task(21, "pass_seconds, largest_batch", "exercises/economics.py",
+         ("pass_seconds", "largest_batch"),
          20, 2, tests(COURSE, economics="the_time_of_a_pass the_largest_batch "
                               "the_largest_batch_of_drawn_machines")),
     Task(22, "head_loss", "exercises/exits.py", ("head_loss",), 20, 2,
          tests(COURSE, exits="the_loss_of_a_head what_a_head_need_not_learn "
                "a_head_learns_and_its_teacher_does_not what_is_no_text_leaves_no_gradient")),
-    Task(23, "enabled_exits, exit_loss", "exercises/exits.py", ("enabled_exits", "exit_loss"), 25, 2,
+    Task(23, "enabled_exits, exit_loss", "exercises/exits.py",
+         ("enabled_exits", "exit_loss"), 25, 2,
          tests(COURSE, exits="the_exits_of_a_step the_exits_by_hand the_loss_of_the_exits "
                "the_loss_of_two_exits_by_hand the_loss_of_the_exits_trains_them")),
     Task(24, "draw_at_exit", "exercises/exits.py", ("draw_at_exit",), 20, 2,
          tests(COURSE, exits="the_first_exit_that_is_sure exits_of_drawn_models "
-               "an_exit_is_sure_at_the_threshold_itself a_token_is_drawn_from_the_q_that_comes_back")),
+               "an_exit_is_sure_at_the_threshold_itself "
+               "a_token_is_drawn_from_the_q_that_comes_back")),
     Task(25, "constrain", "exercises/serving.py", ("constrain",), 25, 2,
          tests(COURSE, serving="a_draft_under_a_grammar each_text_has_its_own_state")),
     Task(26, "ring_mask, ring_size, ring_counterexample", "exercises/serving.py",
          ("ring_mask", "ring_size", "ring_counterexample"), 30, 3,
-         tests(COURSE, serving="the_mask_of_a_ring the_size_of_a_ring a_counterexample_to_a_smaller_ring")),
+         tests(COURSE, serving="the_mask_of_a_ring the_size_of_a_ring "
+               "a_counterexample_to_a_smaller_ring")),
 ]
 
 

@@ -7,8 +7,9 @@ from model import Placement
 
 
 class ScratchTail:
-    """A cache for one pass over a block of which it keeps the first T tokens. The others see what it holds
-    before the slot `end`, and each other; what they write is forgotten. Their slots begin at `end`."""
+    """A cache for one pass over a block of which it keeps the first T tokens. The others see what
+    it holds before the slot `end`, and each other; what they write is forgotten. Their slots begin
+    at `end`."""
 
     def __init__(self, cache, T, end):
         self.cache, self.T, self.end = cache, T, end
@@ -22,8 +23,8 @@ class ScratchTail:
 
 
 def aside(model, cache, x, positions, sublayers):
-    """Run `sublayers` for x (B, T, dim), each token on its own, as the first one of a draft. It reads what
-    the cache holds before its position (B, T), and itself. (B, T, dim)"""
+    """Run `sublayers` for x (B, T, dim), each token on its own, as the first one of a draft. It
+    reads what the cache holds before its position (B, T), and itself. (B, T, dim)"""
     T, S = x.shape[1], cache.k.shape[3]
     slots = torch.arange(S, S + T, device=x.device)[None]
     own = torch.eye(T, dtype=torch.bool, device=x.device)[None]
@@ -32,9 +33,9 @@ def aside(model, cache, x, positions, sublayers):
 
 
 def masks(model, own, keys, seen):
-    """The `masks` of `Transformer.run` for tokens at the positions `own` (B or 1, T) that read the slots
-    `seen` (B or 1, T, S), in which the keys stand at the positions `keys` (B or 1, S). The Placement must
-    have first = 0."""
+    """The `masks` of `Transformer.run` for tokens at the positions `own` (B or 1, T) that read the
+    slots `seen` (B or 1, T, S), in which the keys stand at the positions `keys` (B or 1, S). The
+    Placement must have first = 0."""
     window = model.c.window
     near = seen
     if window is not None:

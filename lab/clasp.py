@@ -1,6 +1,6 @@
-"""Skip sets chosen while the text is written, by dynamic programming over the residual stream. CLaSp
-skips a given number of blocks, and KnapSpec weighs attentions and MLPs by the time that they take. By
-our tables an early exit gains more than either."""
+"""Skip sets chosen while the text is written, by dynamic programming over the residual stream.
+CLaSp skips a given number of blocks, and KnapSpec weighs attentions and MLPs by the time that they
+take. By our tables an early exit gains more than either."""
 import torch
 
 from control import Confidence, best_gamma, expected_speedup, weight_costs
@@ -10,21 +10,23 @@ from layerskip import SelfDraft, same_model
 
 
 def nearest(states, run, times, most, least=-1.0):
-    """For each time that skipping may save, from 1 to `most`, the units without which the residual stream
-    stays nearest to the target's, by cosine. Returns [their numbers], None where no set saves just that, and
-    the states after the last unit (most + 1, N, dim), with nothing skipped at first.
+    """For each time that skipping may save, from 1 to `most`, the units without which the residual
+    stream stays nearest to the target's, by cosine. Returns [their numbers], None where no set
+    saves just that, and the states after the last unit (most + 1, N, dim), with nothing skipped at
+    first.
 
-    A unit is run or skipped as a whole, a block or a sub-layer. states[u] (N, dim): the target's residual
-    stream at N places as it enters unit u, and at last as it leaves the last one. run(u, x) applies unit u to
-    x (J, N, dim). times[u]: what skipping it saves, a whole number; 0: it is never skipped. least: a set
-    whose cosine falls below it is given up.
+    A unit is run or skipped as a whole, a block or a sub-layer. states[u] (N, dim): the target's
+    residual stream at N places as it enters unit u, and at last as it leaves the last one. run(u,
+    x) applies unit u to x (J, N, dim). times[u]: what skipping it saves, a whole number; 0: it is
+    never skipped. least: a set whose cosine falls below it is given up.
 
-    In the table best[j] are the states after the units so far, of which skipping saved j. The next one is
-    either run on best[j] or skipped from best[j - its time], whichever ends nearer to the target's states.
+    In the table best[j] are the states after the units so far, of which skipping saved j. The next
+    one is either run on best[j] or skipped from best[j - its time], whichever ends nearer to the
+    target's states.
     """
     best = states[0].expand(most + 1, *states[0].shape).clone()                 # (J, N, dim)
     gone = torch.zeros(most + 1, len(times), dtype=torch.bool, device=best.device)      # (J, units)
-    there = torch.arange(most + 1, device=best.device) == 0                     # (J,) is there such a set?
+    there = torch.arange(most + 1, device=best.device) == 0  # (J,) is there such a set?
 
     def near(x, u):     # (J,) -2 where there is nothing
         cosine = torch.cosine_similarity(x.double(), states[u].double(), -1).mean(-1)
@@ -44,8 +46,9 @@ def nearest(states, run, times, most, least=-1.0):
 
 
 class Nearest(SelfDraft):
-    """What both share. After the prompt, and then after every `every` tokens, `choose` sees the target's
-    states as they enter each unit, and at last as they leave the last one, at some places (B, N)."""
+    """What both share. After the prompt, and then after every `every` tokens, `choose` sees the
+    target's states as they enter each unit, and at last as they leave the last one,
+    at some places (B, N)."""
 
     def __init__(self, model, units, rule, every):
         super().__init__(model, range(2 * model.c.n_layers), rule)
@@ -63,7 +66,8 @@ class Nearest(SelfDraft):
             self.look(state, r.trace, first, self.which(state, r))
 
     def look(self, state, trace, first, which):
-        """first (B, 1): where each row's trace begins; which (B, N): the tokens in it whose states count."""
+        """first (B, 1): where each row's trace begins; which (B, N): the tokens in
+        it whose states count."""
         self.due, at = max(state.lengths) + self.every, first + which
         states = [self.model.embed(state.read(at)), *(pick(trace[tap], which) for tap in self.taps)]
         B, N = at.shape
@@ -81,12 +85,12 @@ class Nearest(SelfDraft):
 
 
 class CLaSp(Nearest):
-    """Skip the `skips` blocks (by default 45 % of them) without which the last accepted token's states stay
-    nearest to the target's (CLaSp, arXiv 2505.24196).
+    """Skip the `skips` blocks (by default 45 % of them) without which the last accepted token's
+    states stay nearest to the target's (CLaSp, arXiv 2505.24196).
 
-    Its dynamic programme runs all its sets in one pass of each block, as tokens of one place that do not see
-    each other. `every`, the draft's length and where it stops are those of the port to Spec-Bench; theirs is
-    for one row, and here the cosine is the mean over the rows.
+    Its dynamic programme runs all its sets in one pass of each block, as tokens of one place that
+    do not see each other. `every`, the draft's length and where it stops are those of the port to
+    Spec-Bench; theirs is for one row, and here the cosine is the mean over the rows.
     """
 
     def __init__(self, model, gamma=8, skips=None, every=128, threshold=0.7):
@@ -106,14 +110,15 @@ class CLaSp(Nearest):
 
 
 class KnapSpec(Nearest):
-    """Skip what promises the most (KnapSpec, arXiv 2602.20217). It is CLaSp's table over sub-layers, where a
-    set is as large as the time that it saves, a small whole number for an attention and one for an MLP. For
-    every such time there is a set, and alpha is how often its best token was the target's at the last
-    `window` places; the set and the length of the best expected speed draft, none if none gains.
+    """Skip what promises the most (KnapSpec, arXiv 2602.20217). It is CLaSp's table over
+    sub-layers, where a set is as large as the time that it saves, a small whole number for an
+    attention and one for an MLP. For every such time there is a set, and alpha is how often its
+    best token was the target's at the last `window` places; the set and the length of the best
+    expected speed draft, none if none gains.
 
-    Two things differ here. Times come from a Costs table, by weights if none is given, and alpha starts from
-    one hit and one miss, since few places are counted. The first and the last block are always run, and sets
-    whose cosine falls below a half are given up, as in the authors' code.
+    Two things differ here. Times come from a Costs table, by weights if none is given, and alpha
+    starts from one hit and one miss, since few places are counted. The first and the last block are
+    always run, and sets whose cosine falls below a half are given up, as in the authors' code.
     """
 
     def __init__(self, model, gamma=8, costs=None, every=128, window=16):
@@ -135,7 +140,7 @@ class KnapSpec(Nearest):
 
     def choose(self, states, run):
         sets, ends = nearest(states, run, self.times, sum(self.times), least=0.5)
-        said = self.model.unembed(torch.cat([states[-1][None], ends[1:]])).argmax(-1)       # (J, B*N)
+        said = self.model.unembed(torch.cat([states[-1][None], ends[1:]])).argmax(-1)  # (J, B*N)
         hits = (said[1:] == said[:1]).sum(1).tolist()
         best, self.rule.longest = 1.0, 0
         for gone, hit in zip(sets, hits, strict=True):

@@ -1,19 +1,23 @@
-"""HAMburger (arXiv 2505.20438), a small reconstruction. It is NOT lossless and NOT the model it is made of.
+"""HAMburger (arXiv 2505.20438), a small reconstruction. It is NOT lossless and NOT the model it is
+made of.
 
-Several tokens share one entry, which is one key and one value in each block, and one step says all tokens of
-the next entry. As a writer it trusts its own guesses, so its text is another one. As a drafter, which the
-untouched model checks, it is exact.
+Several tokens share one entry, which is one key and one value in each block, and one step says all
+tokens of the next entry. As a writer it trusts its own guesses, so its text is another one. As a
+drafter, which the untouched model checks, it is exact.
 
-    python -m lab.hamburger "Once upon a time"          trains one for seconds, and lets it write unchecked
+    python -m lab.hamburger "Once upon a time"     trains one for seconds; it writes unchecked
 
-    tokens     Once   upon a time   ,    there was       an entry goes on while the next token is almost sure;
-    entries    [ 0 ]  [     1     ] [2]  [   3   ]       its position is that of its last token
-    a step     reads entry m, and says entry m + 1: its first token from the trunk's final state, each other
-               token from a small decoder, which reads states of the trunk and the entry so far
+    tokens     Once   upon a time   ,    there was
+    entries    [ 0 ]  [     1     ] [2]  [   3   ]
 
-The trunk is a copy of a model and learns with the rest. The model itself, frozen, is the teacher. It says
-where entries end and what comes next (in the paper a text does). There is no cache here, to keep this short.
-Each step reads all entries again, and a cache with a slot for each entry would change only the time.
+An entry goes on while the next token is almost sure, and its position is that of its last token.
+A step reads entry m and says entry m + 1. Its first token comes from the trunk's final state, and
+each other token from a small decoder, which reads states of the trunk and the entry so far.
+
+The trunk is a copy of a model and learns with the rest. The model itself, frozen, is the teacher.
+It says where entries end and what comes next (in the paper a text does). There is no cache here, to
+keep this short. Each step reads all entries again, and a cache with a slot for each entry would
+change only the time.
 """
 import copy
 import os
@@ -33,37 +37,45 @@ from support import cli
 from support.texts import read_prompts
 
 STORIES = Path(__file__).parents[1] / "weights" / "stories-llama"
-SURE, SHARE = 0.05, 0.3     # nats; and relative to the largest entropy in the entry (the paper's code)
+SURE = 0.05     # nats
+SHARE = 0.3     # relative to the largest entropy in the entry (the paper's code)
 
 
 class Hamburger(nn.Module):
-    """most: tokens of an entry; blocks: of the decoder that says them; heads: of what merges them."""
+    """most: tokens of an entry; blocks: of the decoder that says them; heads:
+    of what merges them."""
 
     def __init__(self, model, most=4, blocks=2, heads=4):
         super().__init__()
         self.most, self.heads, dim, L = most, heads, model.c.dim, model.c.n_layers
         self.trunk = copy.deepcopy(model).requires_grad_(True)
         self.micro = graft(self.trunk, 0, blocks)       # shares its embedding, final norm and head
-        self.taps = [2 * max(1, round(L * i / 4)) - 1 for i in (1, 2, 3, 4)]    # the last one: final states
+        # the last one: final states
+        self.taps = [2 * max(1, round(L * i / 4)) - 1 for i in (1, 2, 3, 4)]
         g = torch.Generator().manual_seed(0)
 
         def fresh(*shape, std=0.0):
             return nn.Parameter((std * torch.randn(shape, generator=g)).to(model.tok))
 
-        self.kv, self.place, self.out = fresh(2 * dim, dim, std=0.02), fresh(most, 2 * dim), fresh(dim, dim)
+        self.kv = fresh(2 * dim, dim, std=0.02)
+        self.place = fresh(most, 2 * dim)
+        self.out = fresh(dim, dim)
         self.inner, self.last = fresh(dim, dim, std=0.02), fresh(1, dim)
 
     def compose(self, tokens, count):
-        """The compositional embedder. Of the tokens (B, N, S) of each entry the first `count` (B, N) become
-        one embedding (B, N, dim), their mean and what attention from it to each of them adds."""
-        x, here = self.trunk.embed(tokens), torch.arange(self.most, device=tokens.device) < count[..., None]
+        """The compositional embedder. Of the tokens (B, N, S) of each entry the first `count` (B,
+        N) become one embedding (B, N, dim), their mean and what attention from it to
+        each of them adds."""
+        x = self.trunk.embed(tokens)
+        here = torch.arange(self.most, device=tokens.device) < count[..., None]
         here[..., 0] = True                             # also in padding, which holds no token
         mean = (x * here[..., None]).sum(2) / here.sum(2, keepdim=True)         # (B, N, dim)
         k, v = (F.linear(x, self.kv) + self.place).unflatten(-1, (2, self.heads, -1)).unbind(3)
         scores = torch.einsum("bnhd,bnshd->bnhs", mean.unflatten(-1, (self.heads, -1)), k)
-        scores = (scores / k.shape[-1] ** 0.5).masked_fill(~here[:, :, None], -torch.inf)   # (B, N, heads, S)
+        # (B, N, heads, S)
+        scores = (scores / k.shape[-1] ** 0.5).masked_fill(~here[:, :, None], -torch.inf)
         y = torch.einsum("bnhs,bnshd->bnhd", scores.softmax(-1), v).flatten(2)  # (B, N, dim)
-        return mean + F.linear(y, self.out) * (count > 1)[..., None]            # one token stays as it is
+        return mean + F.linear(y, self.out) * (count > 1)[..., None]  # one token stays as it is
 
     def read(self, tokens, count):
         """The trunk's states of entries after each quarter of its blocks. (B, N, 4, dim)"""
@@ -75,17 +87,19 @@ class Hamburger(nn.Module):
         return torch.stack([trace[tap] for tap in self.taps], 2)
 
     def following(self, features, tokens):
-        """The states that say the entries after those read. features (B, N, 4, dim), tokens (B, N, J) that
-        the next entries begin with -> (B, N, 1 + J, dim)."""
+        """The states that say the entries after those read. features (B, N, 4, dim), tokens (B, N,
+        J) that the next entries begin with -> (B, N, 1 + J, dim)."""
         x = torch.cat([features, self.micro.embed(tokens)], 2).flatten(0, 1)    # (B*N, 4+J, dim)
-        x = self.micro.run(x, Placement.span(0, x.shape[1], x.device)).unflatten(0, features.shape[:2])
+        x = self.micro.run(x, Placement.span(0, x.shape[1], x.device))
+        x = x.unflatten(0, features.shape[:2])
         return torch.cat([features[:, :, 3:], x[:, :, 4:]], 2)
 
     def ending(self, x):
-        """The stop head's logit (...). Is the token that x (..., dim) says the last of its entry?"""
+        """The stop head's logit (...). Is the token that x (..., dim) says the
+        last of its entry?"""
         return F.linear(F.silu(F.linear(self.trunk.norm(x), self.inner)), self.last)[..., 0]
 
-    def stops(self, x, confidence):     # where the chance that the entry goes on is below `confidence`
+    def stops(self, x, confidence):  # where the chance that the entry goes on is below `confidence`
         return (-self.ending(x)).sigmoid() < confidence
 
 
@@ -93,12 +107,14 @@ class Hamburger(nn.Module):
 
 
 def begins(entropy, most):
-    """Which tokens begin an entry, (B, T), by the entropy (B, T) of what each was drawn from. A token begins an entry where it is
-    not small, nor small compared with the largest in the entry. So do the first two, which were given. Here
-    0.6 is less than 0.3 of 2.5, which stays the largest; 0.04 is almost 0; no entry has five.
+    """Which tokens begin an entry, (B, T), by the entropy (B, T) of what each was drawn from. A
+    token begins an entry where it is not small, nor small compared with the largest in the entry.
+    So do the first two, which were given. Here 0.6 is less than 0.3 of 2.5, which stays the
+    largest; 0.04 is almost 0; no entry has five.
 
     >>> entropy = torch.tensor([[9.0, 2.5, 0.6, 0.74, 0.76, 0.04, 0.2, 0.3, 0.01, 0.01, 0.01, 0.01],
-    ...                         [0.0, 0.0, 0.04, 0.06, 0.01, 0.04, 0.01, 0.01, 3.0, 3.0, 0.89, 0.91]])
+    ...                         [0.0, 0.0, 0.04, 0.06, 0.01, 0.04, 0.01, 0.01, 3.0, 3.0, 0.89,
+    ...                          0.91]])
     >>> ["".join(".x"[i] for i in row) for row in begins(entropy, most=4).int().tolist()]
     ['xx..x..x...x', 'xx.x...xxx.x']
     """
@@ -111,9 +127,11 @@ def begins(entropy, most):
 
 
 def pack(tokens, first, most):
-    """Tokens (B, T) as entries (B, N, most), and how many each one has (B, N), 0 after a row's last.
+    """Tokens (B, T) as entries (B, N, most), and how many each one has (B, N), 0 after a row's
+    last.
 
-    >>> entries, count = pack(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[True, True, False, False]]), 3)
+    >>> first = torch.tensor([[True, True, False, False]])
+    >>> entries, count = pack(torch.tensor([[5, 6, 7, 8]]), first, 3)
     >>> entries.tolist(), count.tolist()
     ([[[5, 0, 0], [6, 7, 8]]], [[1, 3]])
     """
@@ -126,24 +144,30 @@ def pack(tokens, first, most):
 
 
 def losses(burger, teacher, tokens):
-    """(KL(p || q) of what is said against the teacher, loss of the stop head), in nats, of texts (B, T)."""
+    """(KL(p || q) of what is said against the teacher, loss of the stop head), in
+    nats, of texts (B, T)."""
     with torch.no_grad():
         p = teacher(tokens)[:, :-1]                                             # (B, T-1, V)
-    entropy = F.pad(torch.distributions.Categorical(logits=p).entropy(), (1, 0))    # trap: of row i for i + 1
+    # trap: of row i for i + 1
+    entropy = F.pad(torch.distributions.Categorical(logits=p).entropy(), (1, 0))
     entries, count = pack(tokens, begins(entropy, burger.most), burger.most)
-    x = burger.following(burger.read(entries, count)[:, :-1], entries[:, 1:, :-1])      # (B, N-1, S, dim)
+    # (B, N-1, S, dim)
+    x = burger.following(burger.read(entries, count)[:, :-1], entries[:, 1:, :-1])
     place, count = torch.arange(burger.most, device=tokens.device), count[:, 1:, None]
-    x, last = x[place < count], (place == count - 1)[place < count]             # (B*(T-1), dim): text order
+    x, last = x[place < count], (place == count - 1)[place < count]  # (B*(T-1), dim): text order
     logp, logq = p.flatten(0, 1).log_softmax(-1), burger.trunk.unembed(x).log_softmax(-1)
-    whole = torch.arange(1, 1 + len(x), device=x.device) % p.shape[1] != 0      # not where the window ends
+    # not where the window ends
+    whole = torch.arange(1, 1 + len(x), device=x.device) % p.shape[1] != 0
     stop = F.binary_cross_entropy_with_logits(burger.ending(x)[whole], last[whole].to(x.dtype))
     return (logp.exp() * (logp - logq)).sum(-1).mean(), stop
 
 
 def tune(burger, teacher, batches, rates=(3e-4, 2e-3)):
-    """Learn from batches (B, T), trunk and new parts together. Returns the two losses of each step."""
+    """Learn from batches (B, T), trunk and new parts together. Returns the two
+    losses of each step."""
     trunk = dict.fromkeys(burger.trunk.parameters(), rates[0])
-    optimiser = torch.optim.AdamW([{"params": p, "lr": trunk.get(p, rates[1])} for p in burger.parameters()],
+    optimiser = torch.optim.AdamW([{"params": p, "lr": trunk.get(p, rates[1])}
+                                   for p in burger.parameters()],
                                   betas=(0.9, 0.95), weight_decay=0.0)
     schedule, found = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, len(batches)), []
     for tokens in batches:
@@ -164,14 +188,17 @@ def latest(burger, rows):
     """What is known after each text, a list of entries, which are lists of ids. (B, 1, 4, dim)"""
     S, N, device = burger.most, max(map(len, rows)), burger.trunk.tok.device
     rows = [row + [[]] * (N - len(row)) for row in rows]
-    ids = torch.tensor([[entry + [0] * (S - len(entry)) for entry in row] for row in rows], device=device)
+    ids = torch.tensor([[entry + [0] * (S - len(entry)) for entry in row] for row in rows],
+                       device=device)
     features = burger.read(ids, torch.tensor([list(map(len, row)) for row in rows], device=device))
-    return torch.stack([features[b, sum(map(bool, row)) - 1] for b, row in enumerate(rows)])[:, None]
+    return torch.stack([features[b, sum(map(bool, row)) - 1]
+                        for b, row in enumerate(rows)])[:, None]
 
 
 @torch.inference_mode()
 def write(burger, prompt, max_new, confidence):
-    """Write greedily without any check, and yield the ids of each entry. The prompt is not merged."""
+    """Write greedily without any check, and yield the ids of each entry. The
+    prompt is not merged."""
     row = [[t] for t in prompt]
     while max_new > 0:
         features = latest(burger, [row])
@@ -187,16 +214,17 @@ def write(burger, prompt, max_new, confidence):
 
 @torch.inference_mode()
 def score(burger, teacher, tokens, confidence):
-    """How it would have written the texts (B, T) alone: KL(p || q) in nats a token, whose sum is that between
-    the distributions of texts, and tokens a step, which are tokens for each key and value."""
+    """How it would have written the texts (B, T) alone: KL(p || q) in nats a token, whose sum is
+    that between the distributions of texts, and tokens a step, which are tokens for
+    each key and value."""
     (B, T), kl, steps = tokens.shape, 0.0, 0
-    for text, logp in zip(tokens, teacher(tokens).log_softmax(-1), strict=True):        # (T,), (T, V)
+    for text, logp in zip(tokens, teacher(tokens).log_softmax(-1), strict=True):  # (T,), (T, V)
         row, n = [text[:1].tolist()], 1
         while n < T:
             ids = text[None, None, n : n + burger.most - 1]
             x = burger.following(latest(burger, [row]), ids)[0, 0, : T - n]     # (J, dim)
             stops = burger.stops(x, confidence).tolist()
-            J = 1 + stops.index(True) if True in stops else len(x)              # tokens of this entry
+            J = 1 + stops.index(True) if True in stops else len(x)  # tokens of this entry
             p, q = logp[n - 1 : n - 1 + J], burger.trunk.unembed(x[:J]).log_softmax(-1)
             kl += float((p.exp() * (p - q)).sum())
             row, n, steps = [*row, text[n : n + J].tolist()], n + J, steps + 1
@@ -204,8 +232,8 @@ def score(burger, teacher, tokens, confidence):
 
 
 class BurgerDraft(Drafter):
-    """An exact drafter, since the untouched model checks it. A draft is what one step says; what a round
-    wrote, with the token that the target chose, is read as one entry."""
+    """An exact drafter, since the untouched model checks it. A draft is what one step says; what a
+    round wrote, with the token that the target chose, is read as one entry."""
 
     def __init__(self, burger, confidence):
         rule = Rule(burger.most - 1)
@@ -221,7 +249,7 @@ class BurgerDraft(Drafter):
         drafted, features = [], latest(self.burger, self.rows)                  # (B, 1, 4, dim)
 
         def step(token, k):
-            drafted.append(token)                           # the first is the last known one, and was read
+            drafted.append(token)  # the first is the last known one, and was read
             self.x = self.burger.following(features, torch.cat(drafted, 1)[:, None, 1:])[:, 0, -1:]
             return self.burger.trunk.unembed(self.x)                            # (B, 1, V)
 
@@ -243,11 +271,13 @@ def untrained(model, gamma):
 
 def main(argv=None):
     def run(argv):
-        p = cli.Parser(description="Train a HAMburger for some seconds; it writes unchecked: NOT lossless.")
+        p = cli.Parser(description="Train a HAMburger for some seconds; it writes unchecked: NOT "
+                       "lossless.")
         p.add_argument("prompt")
         p.add_argument("--model", default=STORIES, metavar="DIR")
         p.add_argument("--max-new", type=int, default=40, metavar="N")
-        p.add_argument("--steps", type=int, default=20, metavar="N", help="of training (default: 20)")
+        p.add_argument("--steps", type=int, default=20, metavar="N",
+                       help="of training (default: 20)")
         p.add_argument("--confidence", type=float, default=0.3, help="an entry goes on above it")
         a = p.parse_args(argv)
         model, tokenizer = checkpoint.load(a.model, dtype=torch.float32)
@@ -262,8 +292,8 @@ def main(argv=None):
         (plain,), _ = generate(model, [ids], len(said))
         print(tokenizer.decode(ids + said))
         same = len(os.path.commonprefix([said, plain]))
-        print(f"{len(said)} tokens in {len(entries)} steps, unchecked, so NOT lossless: the model itself "
-              f"would have written the first {same} of them")
+        print(f"{len(said)} tokens in {len(entries)} steps, unchecked, so NOT lossless: the model "
+              f"itself would have written the first {same} of them")
     return cli.main(run, sys.argv[1:] if argv is None else argv)
 
 

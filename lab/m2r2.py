@@ -1,5 +1,5 @@
-"""M2R2 (arXiv 2502.02040), reconstructed. A second row of each token runs ahead through the first blocks. By
-our tables it is worth no more than a bare exit."""
+"""M2R2 (arXiv 2502.02040), reconstructed. A second row of each token runs ahead through the first
+blocks. By our tables it is worth no more than a bare exit."""
 from functools import partial
 
 import torch
@@ -14,8 +14,8 @@ from model import Placement, StandIn
 
 
 class TwoRowDraft(SelfDraft):
-    """Early exit by an accelerated row that runs beside the ordinary one (M2R2, arXiv 2502.02040). What is
-    handed over to the target is the ordinary row."""
+    """Early exit by an accelerated row that runs beside the ordinary one (M2R2, arXiv 2502.02040).
+    What is handed over to the target is the ordinary row."""
 
     def __init__(self, head, rule):
         super().__init__(head, early_exit(head.c.n_layers, head.shape["exit_layer"]), rule)
@@ -25,23 +25,27 @@ class TwoRowDraft(SelfDraft):
 
 
 class M2R2(Head, StandIn):
-    """Accelerated residuals (M2R2, arXiv 2502.02040), in our reading of the paper, whose code is not public.
+    """Accelerated residuals (M2R2, arXiv 2502.02040), in our reading of the paper, whose code is
+    not public.
 
-    Beside the ordinary row of each token a second one runs through the first E blocks, with the same weights
-    and an adapter of rank r for each block: f <- block(f) + up down unit(f). After block i it should equal
-    the ordinary row after block i L / E, and so at the exit the final one. It reads the ordinary keys and
-    values of the tokens before it and its own, and writes none, so that the cache stays the target's. Both
-    rows are in one pass, which reads each weight once. Without adapters, rank 0, the second row is the first,
-    which makes a bare early exit.
+    Beside the ordinary row of each token a second one runs through the first E blocks, with the
+    same weights and an adapter of rank r for each block: f <- block(f) + up down unit(f). After
+    block i it should equal the ordinary row after block i L / E, and so at the exit the final one.
+    It reads the ordinary keys and values of the tokens before it and its own, and writes none, so
+    that the cache stays the target's. Both rows are in one pass, which reads each weight once.
+    Without adapters, rank 0, the second row is the first, which makes a bare early exit.
 
-    `rank` is None for as many weights as Kangaroo's adapter has. align: what the distance from those
-    states counts in training, beside the distributions. The head stands in for its model while it drafts.
-    Not here are the paper's gate, which drafted too far when we tried it, and its loading of experts.
+    `rank` is None for as many weights as Kangaroo's adapter has. align: what the distance from
+    those states counts in training, beside the distributions. The head stands in for its model
+    while it drafts. Not here are the paper's gate, which drafted too far when we tried it, and its
+    loading of experts.
     """
     kind = "m2r2"
 
     def __init__(self, model, exit_layer, rank=None, align=0.1):
-        (L, dim), E = (model.c.n_layers, model.c.dim), len(early_exit(model.c.n_layers, exit_layer)) // 2
+        L = model.c.n_layers
+        dim = model.c.dim
+        E = len(early_exit(L, exit_layer)) // 2
         if rank is None:
             rank = max(1, round(Kangaroo(model, exit_layer).count() / (2 * dim * E)))
         self.model, self.shape = model, {"exit_layer": E, "rank": rank, "align": align}
@@ -51,8 +55,8 @@ class M2R2(Head, StandIn):
         self.price = Price(trunk=E, weights=self.count(), reads=True)
 
     def rise(self, run, x, at, cache, trace=None):
-        """The states after each of the first E blocks, (B, T, dim) each. Of the rows x (B, T, dim) those that
-        the cache, a ScratchTail, does not keep are accelerated."""
+        """The states after each of the first E blocks, (B, T, dim) each. Of the rows x (B, T, dim)
+        those that the cache, a ScratchTail, does not keep are accelerated."""
         kept, w = cache.T, self.weights
         for i, (down, up) in enumerate(zip(w.down, w.up, strict=True)):
             more = F.linear(F.linear(unit(x[:, kept:]), down), up)
@@ -61,13 +65,14 @@ class M2R2(Head, StandIn):
             yield x
 
     def run(self, x, at, cache, sublayers, trace):
-        """`Transformer.run` of the first E blocks over one token of each row, x (B, 1, dim). Beside it runs
-        the accelerated row, whose states stay in `states` (B, 1, E, dim)."""
+        """`Transformer.run` of the first E blocks over one token of each row, x (B, 1, dim). Beside
+        it runs the accelerated row, whose states stay in `states` (B, 1, E, dim)."""
         end, places = at.end, at.positions                                      # (B or 1, 1)
         slots = torch.cat([places, torch.full_like(places, end)], 1)            # (B or 1, 2)
-        alone = torch.eye(2, dtype=torch.bool, device=x.device)[None]           # neither sees the other
+        alone = torch.eye(2, dtype=torch.bool, device=x.device)[None]  # neither sees the other
         both = Placement(torch.cat([places, places], 1), slots, at.first, end + 1, alone)
-        rows = list(self.rise(self.model.run, torch.cat([x, x], 1), both, ScratchTail(cache, 1, end), trace))
+        rows = list(self.rise(self.model.run, torch.cat([x, x], 1), both,
+                              ScratchTail(cache, 1, end), trace))
         trace.update({tap: y[:, :1] for tap, y in trace.items()})
         self.states = torch.stack([y[:, 1:] for y in rows], 2)
         return rows[-1][:, :1]
@@ -89,6 +94,6 @@ class M2R2(Head, StandIn):
         return TwoRowDraft(self, rule)
 
     def besides(self):
-        """What counts in training besides the distributions, which is how far the accelerated states are
-        from where they belong."""
+        """What counts in training besides the distributions, which is how far the accelerated
+        states are from where they belong."""
         return self.shape["align"] * (unit(self.states) - unit(self.ahead)).pow(2).mean()

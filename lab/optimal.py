@@ -1,9 +1,9 @@
-"""How many drafted tokens can be accepted at all? What each rule accepts, every outcome enumerated, beside
-the optimum, which is the value of a linear program. docs/optimal.md says what comes out.
+"""How many drafted tokens can be accepted at all? What each rule accepts, every outcome enumerated,
+beside the optimum, which is the value of a linear program. docs/optimal.md says what comes out.
 
-    python -m lab.optimal                                       the tables
-    python -m lab.optimal --picture docs/optimal.png            and the picture
-    python -m lab.optimal --p .25 .75 --q .75 .25               what block verification gains for these
+    python -m lab.optimal                                   the tables
+    python -m lab.optimal --picture docs/optimal.png        and the picture
+    python -m lab.optimal --p .25 .75 --q .75 .25           what block verification gains here
 """
 import statistics
 from itertools import product
@@ -25,7 +25,8 @@ TREES = {"chain of 2": [0, 1], "chain of 3": [0, 1, 2], "2 siblings": [0, 0],
 
 
 LOOKS = {"token by token": (0, "o"), "in turn": (0, "o"), "block": (1, "s"),
-         "k-SEQ": (4, "D"), "optimum": (2, "^"), "agreement": (3, "v")}     # (hue, mark) in the picture
+         # (hue, mark) in the picture
+         "k-SEQ": (4, "D"), "optimum": (2, "^"), "agreement": (3, "v")}
 
 
 # --- what a rule accepts
@@ -37,8 +38,8 @@ def chain_rule(judge):
 
 
 def drawn(q, parents, coins):
-    """(tokens, what each was drawn from, the path to each node) of a tree whose siblings are drawn without
-    replacement. q: {path: distribution}, for all paths."""
+    """(tokens, what each was drawn from, the path to each node) of a tree whose siblings are drawn
+    without replacement. q: {path: distribution}, for all paths."""
     tokens = []
     laws = []
     paths = [()]
@@ -66,8 +67,8 @@ def accepted(judge, p, q, parents):
 
 
 def largest(c, A, b):
-    """The largest c x with A x <= b and x >= 0, for b >= 0, by the simplex method. Of all columns that gain,
-    and of all rows that bound them, the first is taken, so that it ends (Bland 1977)."""
+    """The largest c x with A x <= b and x >= 0, for b >= 0, by the simplex method. Of all columns
+    that gain, and of all rows that bound them, the first is taken, so that it ends (Bland 1977)."""
     m, n = A.shape
     table = torch.cat([A, torch.eye(m).to(A), b[:, None]], 1)
     value = torch.cat([-c, torch.zeros(m + 1).to(c)])
@@ -86,12 +87,14 @@ def largest(c, A, b):
 
 
 def optimum(p, q, parents):
-    """The most that any rule can accept on average, if one more token follows the accepted path, and then p.
+    """The most that any rule can accept on average, if one more token follows the accepted path,
+    and then p.
 
-    x[D, v] is how often tree D is drawn and node v is the last accepted one. A(s) is how often the accepted
-    path begins with s. The text s t was accepted, or t follows the accepted path s, or s came about otherwise
-    and p wrote t: p(s t) = A(s t) + (how often t follows s) + (p(s) - A(s)) p(t | s). What follows must not
-    be negative: A(s t) <= A(s) p(t | s). Besides, the sum of x[D, v] over v is at most the chance of D.
+    x[D, v] is how often tree D is drawn and node v is the last accepted one. A(s) is how often the
+    accepted path begins with s. The text s t was accepted, or t follows the accepted path s, or s
+    came about otherwise and p wrote t: p(s t) = A(s t) + (how often t follows s) + (p(s) - A(s))
+    p(t | s). What follows must not be negative: A(s t) <= A(s) p(t | s). Besides, the sum of x[D,
+    v] over v is at most the chance of D.
     """
     every = every_path(lambda coins: drawn(q, parents, coins)[2])
     trees = [(probability(steps), paths) for steps, paths in every]
@@ -117,14 +120,14 @@ def optimum(p, q, parents):
 
 
 def agreement(p, q, length):
-    """What no rule can exceed, even one that may change every later token. Two texts with distributions p
-    and q begin with the same i tokens at most 1 - TV of the time, where TV is the total variation of their
-    first i tokens."""
+    """What no rule can exceed, even one that may change every later token. Two texts with
+    distributions p and q begin with the same i tokens at most 1 - TV of the time, where TV is the
+    total variation of their first i tokens."""
     law = {(): (1.0, 1.0)}
     most = 0.0
     for _ in range(length):
-        law = {(*s, t): (one * float(p[s][t]), two * float(q[s][t])) for s, (one, two) in law.items()
-               for t in range(len(p[s]))}
+        law = {(*s, t): (one * float(p[s][t]), two * float(q[s][t]))
+               for s, (one, two) in law.items() for t in range(len(p[s]))}
         most += sum(map(min, law.values()))
     return most
 
@@ -133,8 +136,8 @@ def agreement(p, q, length):
 
 
 def pair(seed, depth=4):
-    """p and q at each path of fewer than `depth` tokens. p is the softmax of normal logits, and q the
-    softmax of these logits with normal noise of the same size."""
+    """p and q at each path of fewer than `depth` tokens. p is the softmax of normal logits, and q
+    the softmax of these logits with normal noise of the same size."""
     generator = torch.Generator().manual_seed(seed)
     p = {}
     q = {}
@@ -174,8 +177,8 @@ def draw(shapes, one_place, path):
         for rule in found[0]:
             hue, mark = LOOKS[rule]
             size, fill = (8, "none") if rule == "optimum" else (4, HUES[hue])
-            side.plot([row[rule] for row in found], ls="", marker=mark, ms=size, color=HUES[hue], mfc=fill,
-                      label=rule)
+            side.plot([row[rule] for row in found], ls="", marker=mark, ms=size, color=HUES[hue],
+                      mfc=fill, label=rule)
         side.set(xlabel="random pairs, by their optimum", ylabel="accepted tokens", title=name)
         side.legend(frameon=False, fontsize=8)
     for i, rule in enumerate(("in turn", "k-SEQ", "optimum")):
@@ -203,13 +206,16 @@ def main(argv=None):
     p = cli.Parser(description="What each rule of verification accepts, beside the optimum.")
     p.add_argument("--pairs", type=int, default=40, help="random pairs of p and q")
     p.add_argument("--picture", metavar="FILE", help="also draw it")
-    p.add_argument("--p", type=float, nargs="+", help="the gain of block verification for this p, and")
+    p.add_argument("--p", type=float, nargs="+", help="the gain of block verification for this p, "
+                   "and")
     p.add_argument("--q", type=float, nargs="+", help="this q, the same at both places of a draft")
     a = p.parse_args(argv)
     if a.p or a.q:
         for row in (a.p or [], a.q or []):
-            if len(row) != len(a.p or []) or len(row) < 2 or min(row) < 0 or abs(sum(row) - 1) > 1e-6:
-                raise ValueError(f"--p and --q must be distributions of as many tokens, got {a.p} and {a.q}")
+            if len(row) != len(a.p
+                               or []) or len(row) < 2 or min(row) < 0 or abs(sum(row) - 1) > 1e-6:
+                raise ValueError(f"--p and --q must be distributions of as many tokens, got {a.p} "
+                                 f"and {a.q}")
         one, two = gain(a.p, a.q)
         print(f"token by token {one:.4f}, by blocks {two:.4f}: {two - one:.4f} more accepted")
         return
@@ -219,7 +225,8 @@ def main(argv=None):
         check_writable(Path(a.picture))
     shapes, one_place = tables(a.pairs)
     names = ["token by token", "block", "optimum", "agreement"]
-    print(f"| accepted tokens, mean of {a.pairs} pairs | {' | '.join(names)} |", "|---" * 5 + "|", sep="\n")
+    print(f"| accepted tokens, mean of {a.pairs} pairs | {' | '.join(names)} |", "|---" * 5 + "|",
+          sep="\n")
     for name, rows in shapes.items():
         cells = [f"{statistics.fmean(row[rule] for row in rows):.3f}" if rule in rows[0] else ""
                  for rule in names]

@@ -1,8 +1,10 @@
-"""What only a GPU can show, by one command: `make gpu-proof`. docs/gpu.md says what each part proves.
+"""What only a GPU can show, by one command: `make gpu-proof`. docs/gpu.md says what each part
+proves.
 
-Each part is a process with a limit and a file of its own. The file is written row by row, so that a cut-off
-costs only the rest, and a second start measures only what is missing. `--tiny` rehearses all of it, also
-without a GPU: with tiny models and, where there is no CUDA, simulated recordings and a simulated GPU.
+Each part is a process with a limit and a file of its own. The file is written row by row, so that a
+cut-off costs only the rest, and a second start measures only what is missing. `--tiny` rehearses
+all of it, also without a GPU: with tiny models and, where there is no CUDA, simulated recordings
+and a simulated GPU.
 """
 import argparse
 import contextlib
@@ -93,7 +95,8 @@ def tests(a, page):
     which = [TESTS[0], "-k", "uniforms or plain"] if a.tiny else [*TESTS, "-k", "cuda"]
     words = [sys.executable, "-m", "pytest", *which, "-vv", "--tb=short", "-p", "no:cacheprovider",
              "--continue-on-collection-errors"]
-    run = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                           text=True)
     for line in run.stdout:
         page.say(line.rstrip())
     page.failed += run.wait() != 0
@@ -106,7 +109,8 @@ def waits(a, page):
     exit2 = range(4)
     ways = {"plain": (lambda: None, 1), "lookup": (lambda: NGram(4, 2), 1),
             "exit 2, gamma 3": (lambda: SelfDraft(model, exit2, 3), 1),
-            "exit 2, a stop rule, gamma 3": (lambda: SelfDraft(model, exit2, Confidence(0.1, 3)), 4)}
+            "exit 2, a stop rule, gamma 3": (lambda: SelfDraft(model, exit2, Confidence(0.1, 3)),
+                                             4)}
     for name, (make, promised) in ways.items():
         page.row(name, partial(profiled, a, model, ids, make, promised))
 
@@ -129,8 +133,8 @@ def profiled(a, model, ids, make, promised):
     waited = found["Synchronize"] / count
     if waited > promised + 0.2:     # a round or two end otherwise; a CPU never waits
         raise RuntimeError(f"{waited:.2f} waits per round, where {promised} are promised")
-    return {"waits per round": waited, "promised": promised, "launches": found["LaunchKernel"] / count,
-            "operations": found["aten::"] / count}
+    return {"waits per round": waited, "promised": promised,
+            "launches": found["LaunchKernel"] / count, "operations": found["aten::"] / count}
 
 
 def shapes(a, page):
@@ -154,7 +158,9 @@ def bandwidth(a):
 
 
 def shape(a, page, name, c, read):
-    model, L, new = random_model(c, torch.bfloat16, device=a.device), c.n_layers, 8 if a.tiny else 64
+    model = random_model(c, torch.bfloat16, device=a.device)
+    L = c.n_layers
+    new = 8 if a.tiny else 64
     ids = torch.randint(c.vocab_size, (64,), generator=torch.Generator().manual_seed(0)).tolist()
     bytes_read = 2 * (weight_costs(c).whole + L * c.n_kv_heads * c.head_dim * 2 * (64 + new / 2))
     on_gpu = a.device == "cuda"
@@ -178,9 +184,10 @@ def shape(a, page, name, c, read):
         return [token for _, r in rounds(model, [ids], new) for token in r.new[0]]
 
     page.row(f"{name}, plain, eager", lambda: speed(eager))
-    ways = ((1, JoinedGraph, ""), (1, Graph, ", kernels not joined"), (8, JoinedGraph, ", passes of 8"),
-            (1, Program, ", one program"))
-    for width, way, words in ways[: 4 if L <= 16 else 3]:   # a program of more takes too long to compile
+    ways = ((1, JoinedGraph, ""), (1, Graph, ", kernels not joined"),
+            (8, JoinedGraph, ", passes of 8"), (1, Program, ", one program"))
+    # a program of more takes too long to compile
+    for width, way, words in ways[: 4 if L <= 16 else 3]:
         page.row(f"{name}, plain, recorded{words}",
                  lambda width=width, way=way: speed(*recorded(width, way)))
     page.row(f"{name}, plain, exact", lambda: speed(*exactly()))
@@ -193,25 +200,27 @@ def shape(a, page, name, c, read):
             "c by weights": weight_costs(c).step(early_exit(L, e))})
     for kind in KINDS if c.n_layers <= 16 else ():
         page.row(f"{name}, {kind}", lambda kind=kind: ratio(
-            {"draft": step(fast.alongside(quantise(model, kind)), 1, 64), "one": step(fast, 1, 64)}, a))
+            {"draft": step(fast.alongside(quantise(model, kind)), 1, 64), "one": step(fast, 1, 64)},
+            a))
 
 
 def few_bits(a, page):
-    """torch's own product with weights of four bits, matrix by matrix: what it takes, relative to bfloat16,
-    and how far it is from the product with the rounded matrix. It would be a draft's; c is their sum."""
+    """torch's own product with weights of four bits, matrix by matrix: what it takes, relative to
+    bfloat16, and how far it is from the product with the rounded matrix. It would be a draft's; c
+    is their sum."""
     for name, c in (TINY if a.tiny else {name: SHAPES[name] for name in NAMES[:2]}).items():
         inside = c.n_heads * c.head_dim
         shapes = {"wqkv": (inside + 2 * c.n_kv_heads * c.head_dim, c.dim), "wo": (c.dim, inside),
                   "gate_up": (2 * c.hidden_dim, c.dim), "down": (c.dim, c.hidden_dim),
                   "head": (c.vocab_size, c.dim)}
         for matrix, (N, K) in shapes.items():
-            K = -(-K // 128) * 128      # torch packs so many columns together; only tiny models differ
+            K = -(-K // 128) * 128  # torch packs so many columns together; only tiny models differ
             page.row(f"{name}, {matrix}, {N} x {K}", partial(four_bits, a, N, K))
 
 
 def packed_for_torch(w):
-    """(codes, steps and offsets) of an `Int4` of w, as torch's product for the device wants them. There a
-    weight is (code - 8) * step + zero."""
+    """(codes, steps and offsets) of an `Int4` of w, as torch's product for the device wants them.
+    There a weight is (code - 8) * step + zero."""
     ours = Int4(w)
     codes = unpack_nibbles(ours.codes)
     step, offset = ours.groups.float().unbind(1)                                # (N, K / 32)
@@ -224,7 +233,8 @@ def packed_for_torch(w):
 
 
 def four_bits(a, N, K):
-    """The columns of `few_bits` for one matrix. Copies of it fill the caches, as other matrices would."""
+    """The columns of `few_bits` for one matrix. Copies of it fill the caches,
+    as other matrices would."""
     product = torch._weight_int4pack_mm if a.device == "cuda" else torch._weight_int4pack_mm_for_cpu
     tape = Graph if a.device == "cuda" else Tape
     w = torch.randn(N, K, dtype=torch.bfloat16, device=a.device)
@@ -236,8 +246,10 @@ def four_bits(a, N, K):
     for rows in 1, 8:
         x = torch.randn(rows, K, dtype=torch.bfloat16, device=a.device)
         ways = {"bfloat16": tape(lambda _, x: [F.linear(x, w) for w in whole][-1], None, [x], []),
-                "int4": tape(lambda _, x: [product(x, w, 32, scales) for w in small][-1], None, [x], [])}
-        times = interleave({name: partial(way, [x]) for name, way in ways.items()}, 2 if a.tiny else 10)
+                "int4": tape(lambda _, x: [product(x, w, 32, scales) for w in small][-1], None, [x],
+                             [])}
+        times = interleave({name: partial(way, [x]) for name, way in ways.items()},
+                           2 if a.tiny else 10)
         found[f"time, {rows} rows"] = times["int4"] / times["bfloat16"]
         found[f"off, {rows} rows"] = distance(ways["int4"]([x]), F.linear(x, Int4(w).full(w.dtype)))
     return found
@@ -251,8 +263,8 @@ def ratio(steps, a):
 def models(a, page):
     """Real weights by the command that users run: each draft over the fastest plain decoding."""
     folders = [WEIGHTS / "stories-draft"] if a.tiny else [
-        *([Path(a.smollm)] if a.smollm and Path(a.smollm).is_dir() else []), WEIGHTS / "stories-llama",
-        WEIGHTS / "stories-gemma2"]
+        *([Path(a.smollm)] if a.smollm and Path(a.smollm).is_dir() else []),
+        WEIGHTS / "stories-llama", WEIGHTS / "stories-gemma2"]
     for folder in folders:
         chat = folder.name == "smollm"
         drafts = ["auto", "exit"] if a.tiny else ["auto", "suffix", "int8", *(
@@ -268,7 +280,8 @@ def models(a, page):
             for draft in drafts:
                 page.row(f"{folder.name}, {draft}, T {temperature}", partial(measured, draft))
             if found.keys() == {*drafts} and "auto" in found:
-                page.row(f"{folder.name}, auto and the others, T {temperature}", partial(over, found))
+                page.row(f"{folder.name}, auto and the others, T {temperature}",
+                         partial(over, found))
 
 
 def over(found):
@@ -278,7 +291,8 @@ def over(found):
 
 
 def exact(a, page):
-    """`--exact` in graphs: texts with and without a draft, greedy and sampled, and what it costs plainly."""
+    """`--exact` in graphs: texts with and without a draft, greedy and sampled, and
+    what it costs plainly."""
     names = ["stories-draft"] if a.tiny else ["stories-llama", "stories-gemma2"]
     dtypes = ["bfloat16"] if a.tiny else ["bfloat16", "float32"]
     drafts = ["exit"] if a.tiny else ["exit", "eagle", "suffix"]
@@ -290,7 +304,8 @@ def exact(a, page):
 
 def by_command(a, folder, draft, temperature, chat, more=()):
     text = "How does a bicycle stay upright?" if chat else "Once upon a time"
-    words = [text, "--model", str(folder), "--draft", draft, "--temperature", str(temperature), "--device",
+    words = [text, "--model", str(folder), "--draft", draft, "--temperature", str(temperature),
+             "--device",
              a.device, "--max-new", "8" if a.tiny else "192", "--compare", "--json", *more]
     words += ["--fast"] * (a.device == "cuda") + ["--chat"] * chat
     out, err = io.StringIO(), io.StringIO()
@@ -300,12 +315,13 @@ def by_command(a, folder, draft, temperature, chat, more=()):
         raise ValueError(err.getvalue().strip())
     r = json.loads(out.getvalue())
     return {"times plain": r["ratio"], "tokens/s": r["tokens_per_second"],
-            "plain": r["baseline"]["tokens_per_second"], "tau": r["tokens_per_pass"], "alpha": r["alpha"],
-            "same text": r["identical"], "recorded": r["fast"]}
+            "plain": r["baseline"]["tokens_per_second"], "tau": r["tokens_per_pass"],
+            "alpha": r["alpha"], "same text": r["identical"], "recorded": r["fast"]}
 
 
 def rows(a, page):
-    """Does a row of logits come out the same, to the bit, in a block of 8 as in blocks of other sizes?"""
+    """Does a row of logits come out the same, to the bit, in a block of 8 as in
+    blocks of other sizes?"""
     for dtype in torch.bfloat16, torch.float16, torch.float32:
         for name in ("stories-draft",) if a.tiny else ("stories-llama", "stories-gemma2"):
             model, tokenizer = checkpoint.load(WEIGHTS / name, a.device, dtype)
@@ -329,9 +345,9 @@ def compared(a, model, ids):
 
 @torch.inference_mode()
 def equal_rows(model, ids, starts, widths, all_slots):
-    """{T: (equal, compared)} for T in widths: how many rows of logits are the same to the bit in a block of T
-    tokens and in blocks of 8. The blocks begin at `starts` in the text `ids`. trap: one product of random
-    numbers would not tell, since half precision rounds away what differs."""
+    """{T: (equal, compared)} for T in widths: how many rows of logits are the same to the bit in a
+    block of T tokens and in blocks of 8. The blocks begin at `starts` in the text `ids`. trap: one
+    product of random numbers would not tell, since half precision rounds away what differs."""
     tokens = torch.tensor([ids], device=model.tok.device)
     cache = KVCache(model.c, 1, len(ids) + SPARE, model.attention_dtype(), tokens.device)
     prefill(model, tokens, cache)
@@ -362,10 +378,12 @@ PARTS = {
     "tests": Part(100, tests, "what runs on a CPU gives the same on CUDA"),
     "waits": Part(60, waits, "one wait per round, and one per drafted token where a rule may stop"),
     "exact": Part(90, exact, "with --exact, a text is the same to the bit with every draft"),
-    "shapes": Part(170, shapes, "how near to its memory's speed decoding comes; what blocks and drafts cost"),
+    "shapes": Part(170, shapes, "how near to its memory's speed decoding comes; what blocks and "
+                   "drafts cost"),
     "few_bits": Part(40, few_bits, "what a draft of four bits would cost by torch's own product"),
     "models": Part(90, models, "what each draft gains on real weights"),
-    "rows": Part(40, rows, "which rows of logits are the same to the bit, whatever else is in the block"),
+    "rows": Part(40, rows, "which rows of logits are the same to the bit, whatever else is in the "
+                 "block"),
 }
 
 
@@ -375,10 +393,13 @@ PARTS = {
 def parse(argv):
     p = cli.Parser(description="Prove on a GPU what only a GPU can show.", allow_abbrev=False)
     p.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    p.add_argument("--tiny", action="store_true", help="a rehearsal: tiny models, no figure means anything")
-    p.add_argument("--out", default=os.environ.get("OUT") or "gpu", metavar="DIR", help="for the files")
+    p.add_argument("--tiny", action="store_true", help="a rehearsal: tiny models, no figure means "
+                   "anything")
+    p.add_argument("--out", default=os.environ.get("OUT") or "gpu", metavar="DIR",
+                   help="for the files")
     p.add_argument("--smollm", metavar="DIR", help="the folder of SmolLM2 (make smollm)")
-    p.add_argument("--only", nargs="+", choices=PARTS, default=[], help="these parts, and from the beginning")
+    p.add_argument("--only", nargs="+", choices=PARTS, default=[], help="these parts, and from the "
+                   "beginning")
     p.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     a = p.parse_args(argv)
     if a.device == "cuda" and not torch.cuda.is_available():
@@ -420,8 +441,10 @@ def run(argv):
         with open(out / "errors.txt", "a", encoding="utf-8") as errors:
             words = [sys.executable, "-m", "lab.proof", *argv, "--out", str(out), "--part", name]
             try:
-                status = subprocess.run(words, cwd=ROOT, stderr=errors, timeout=part.seconds).returncode
-                states[name] = ("done", "done, but some of it FAILED")[status] if status < 2 else "FAILED"
+                status = subprocess.run(words, cwd=ROOT, stderr=errors,
+                                        timeout=part.seconds).returncode
+                ends = "done", "done, but some of it FAILED"
+                states[name] = ends[status] if status < 2 else "FAILED"
             except subprocess.TimeoutExpired:
                 states[name] = f"cut off after {part.seconds} s: start again for the rest"
         states[name] += f" ({time.monotonic() - start:.0f} s)"

@@ -1,8 +1,8 @@
 """Rules for how far to draft. Here are published ones, and `DoNoHarm`, which is ours.
 
 On our stream of prompts (BOOK.md, "Drafts that adapt", greedy) the two schedules gain a little more
-than a fixed draft length of 4 at the same exit, `DoNoHarm` as much as that, and the rules that stop by
-confidence, entropy or chance less.
+than a fixed draft length of 4 at the same exit, `DoNoHarm` as much as that, and the rules that stop
+by confidence, entropy or chance less.
 
     python generate.py "Once upon a time" --draft exit --rule lab/rules.py:Thompson
 """
@@ -19,9 +19,9 @@ from sampling import raw_probs
 
 
 class AdaptiveExit(Rule):
-    """Confidence with a threshold that steers the acceptance towards `target` (Draft & Verify, Zhang et al.
-    2023, section 3.3), each row on its own. The threshold outlives the run, as in the paper's code, and so
-    does the running acceptance, which starts at 0."""
+    """Confidence with a threshold that steers the acceptance towards `target` (Draft & Verify,
+    Zhang et al. 2023, section 3.3), each row on its own. The threshold outlives the run, as in the
+    paper's code, and so does the running acceptance, which starts at 0."""
 
     def __init__(self, gamma=12, threshold=0.6, target=0.9):
         super().__init__(gamma)
@@ -62,14 +62,15 @@ class Gate(Rule):
         return [self.longest if sure >= self.threshold else 0 for sure in self.sure]
 
     def learn(self, state, r):
-        self.sure = [row[-1] if row else before for row, before in zip(r.sure, self.sure, strict=True)]
+        self.sure = [row[-1] if row else before
+                     for row, before in zip(r.sure, self.sure, strict=True)]
 
 
 class Schedule(Rule):
     """Longer after a draft that was accepted whole, shorter otherwise, each row on its own.
 
-    `Schedule(start)` adds and takes one (the baseline "FS" of DEL, arXiv 2504.05598); `Schedule(start, up=2)`
-    is transformers' "heuristic".
+    `Schedule(start)` adds and takes one (the baseline "FS" of DEL, arXiv 2504.05598);
+    `Schedule(start, up=2)` is transformers' "heuristic".
     """
 
     def __init__(self, start, up=1):
@@ -99,13 +100,14 @@ class Entropy(Rule):
 
     def stop(self, k, logits, token):
         # trap: -q log q is NaN where a draft vocabulary leaves q = 0; `entr` knows the limit
-        return ((self.scale * torch.special.entr(raw_probs(logits)).sum(1)).sqrt() > self.threshold).tolist()
+        return ((self.scale * torch.special.entr(raw_probs(logits)).sum(1)).sqrt()
+                > self.threshold).tolist()
 
 
 class AnnealedConfidence(Confidence):
-    """Confidence at a temperature of its own for each exit, 1 + slope (1 - depth), because early exits are
-    surer than they should be (SpecBound, arXiv 2604.12247). depth: the share of the blocks that draft. The
-    threshold and the slope are ours."""
+    """Confidence at a temperature of its own for each exit, 1 + slope (1 - depth), because early
+    exits are surer than they should be (SpecBound, arXiv 2604.12247). depth: the share of the
+    blocks that draft. The threshold and the slope are ours."""
 
     def __init__(self, gamma=MOST, depth=1 / 6, threshold=0.6, slope=1.0):
         super().__init__(threshold, gamma)
@@ -116,9 +118,10 @@ class AnnealedConfidence(Confidence):
 
 
 class Thompson(Rule):
-    """Go on after each token with a probability drawn from a Beta distribution of what became of all drafts
-    so far, each row on its own (the "Beta-TS" of EESD, arXiv 2406.03853; the uniform prior is ours). It
-    ignores the tokens, so the length is drawn ahead, with random numbers of its own."""
+    """Go on after each token with a probability drawn from a Beta distribution of what became of
+    all drafts so far, each row on its own (the "Beta-TS" of EESD, arXiv 2406.03853; the uniform
+    prior is ours). It ignores the tokens, so the length is drawn ahead, with random
+    numbers of its own."""
 
     def __init__(self, gamma=MOST, seed=0):
         super().__init__(gamma)
@@ -161,7 +164,8 @@ class DoNoHarm(Rule):
         self.saved = []
 
     def begin(self, state):
-        self.seen = [replace(self.past) for _ in state.known]  # starts from the estimate of earlier texts
+        # starts from the estimate of earlier texts
+        self.seen = [replace(self.past) for _ in state.known]
         if len(self.saved) != len(state.known):
             self.saved = [self.cost] * len(state.known)
 

@@ -1,15 +1,16 @@
 """A draft by the whole model that reads only a few of the keys and values in the cache.
 
-What such a draft saves grows with the text. Every drafted token reads all weights, as a pass of the target
-does; but after a hundred thousand tokens the cache is as large as the weights, and a draft that reads its
-first few and its last few tokens leaves nearly all of it where it is.
+What such a draft saves grows with the text. Every drafted token reads all weights, as a pass of the
+target does; but after a hundred thousand tokens the cache is as large as the weights, and a draft
+that reads its first few and its last few tokens leaves nearly all of it where it is.
 
     slot                      0  1  2  3  4  5  6  7  8
     the model reads           x  x  x  x  x  x  x  x  x    for the token at slot 8;
     2 sinks, a window of 3    x  x  .  .  .  .  x  x  x    its draft leaves out four of them
 
-A model attends to its first tokens, whatever they are (attention sinks, arXiv 2309.17453), and the last ones.
-MagicDec (arXiv 2408.11049) drafts in this way with all weights; docs/papers.md names its relatives.
+A model attends to its first tokens, whatever they are (attention sinks, arXiv 2309.17453), and the
+last ones. MagicDec (arXiv 2408.11049) drafts in this way with all weights; docs/papers.md names its
+relatives.
 """
 import torch
 
@@ -30,12 +31,13 @@ def sparse(at, end, sinks, window):
 
 
 class SparseDraft(Drafter):
-    """Draft with the model itself, where each token reads the first `sinks` tokens and, with itself, the last
-    `window`.
+    """Draft with the model itself, where each token reads the first `sinks` tokens and, with
+    itself, the last `window`.
 
-    It drafts into the target's cache. What it writes there is rough, since other states make other keys and
-    values, and so it hands nothing over: the verifying pass runs the whole block anew, and overwrites it. The
-    mask hides keys and does not skip them. Only a kernel that gathers would save time.
+    It drafts into the target's cache. What it writes there is rough, since other states make other
+    keys and values, and so it hands nothing over: the verifying pass runs the whole block anew, and
+    overwrites it. The mask hides keys and does not skip them. Only a kernel that gathers would save
+    time.
     """
 
     def __init__(self, model, rule, sinks=4, window=64):
@@ -51,7 +53,7 @@ class SparseDraft(Drafter):
 
         def step(token, k):
             at = state.span(k, k + 1)._replace(first=0, same=False)
-            seen = sparse(at.slots, at.end, self.sinks, self.window)[:, None]               # (B, 1, end)
+            seen = sparse(at.slots, at.end, self.sinks, self.window)[:, None]  # (B, 1, end)
             hidden = masks(m, at.slots, torch.arange(at.end, device=seen.device)[None], seen)
             return m.unembed(m.bare().run(m.embed(token), at, state.cache, masks=hidden))
 
@@ -62,11 +64,12 @@ class SparseDraft(Drafter):
 
 
 def unread(costs, n, sinks, window):
-    """What a drafted token after n others does not read of their keys and values, in the unit of the Costs.
-    Where an attention has a window of its own, as Gemma-2's have, it has less to leave out.
+    """What a drafted token after n others does not read of their keys and values, in the unit of
+    the Costs. Where an attention has a window of its own, as Gemma-2's have, it has less to leave
+    out.
 
     >>> from control import Costs
-    >>> unread(Costs((9.0, 9.0), 1.0, slot=2.0), 10, sinks=2, window=5)     # tokens 2 to 5: of 10 others four
+    >>> unread(Costs((9.0, 9.0), 1.0, slot=2.0), 10, sinks=2, window=5)   # tokens 2 to 5, four
     8.0
     """
     hidden = 0
@@ -77,15 +80,15 @@ def unread(costs, n, sinks, window):
 
 
 def step_cost(costs, n, sinks, window):
-    """What a drafted token after n others costs relative to a pass of the target over one token, by what each
-    reads."""
+    """What a drafted token after n others costs relative to a pass of the target over one token, by
+    what each reads."""
     whole = costs.pricing(range(len(costs.sublayers)))(n)
     return (whole - unread(costs, n, sinks, window)) / whole
 
 
 def promise(costs, n, alpha, sinks, window):
-    """(gamma, speed-up over plain decoding) of the best that the formula promises after n tokens, if a
-    drafted token is accepted with probability alpha; gamma is 0 where nothing is gained."""
+    """(gamma, speed-up over plain decoding) of the best that the formula promises after n tokens,
+    if a drafted token is accepted with probability alpha; gamma is 0 where nothing is gained."""
     cost = step_cost(costs, n, sinks, window)
     gamma = best_gamma(alpha, cost)
     return gamma, expected_speedup(alpha, gamma, cost)

@@ -1,7 +1,8 @@
 """Several drafts for one place, drawn independently from q. How often can one of them be kept?
 
-`verify_tree` tries them in turn, each against what the one before left of p; k-SEQ (SpecTr, arXiv 2310.15141)
-each against p / rho. Medusa's typical acceptance does not write p's law. `python -m lab.spectr`
+`verify_tree` tries them in turn, each against what the one before left of p; k-SEQ (SpecTr, arXiv
+2310.15141) each against p / rho. Medusa's typical acceptance does not write p's law.
+`python -m lab.spectr`
 """
 from itertools import product
 
@@ -9,8 +10,10 @@ import torch
 
 from support import cli
 
-PAIRS = {"alike": ([0.5, 0.3, 0.2], [0.4, 0.4, 0.2]), "q is surer": ([0.5, 0.3, 0.2], [0.9, 0.05, 0.05]),
-         "p is surer": ([0.9, 0.06, 0.04], [0.5, 0.3, 0.2]), "apart": ([0.1, 0.2, 0.7], [0.6, 0.3, 0.1])}
+PAIRS = {"alike": ([0.5, 0.3, 0.2], [0.4, 0.4, 0.2]),
+         "q is surer": ([0.5, 0.3, 0.2], [0.9, 0.05, 0.05]),
+         "p is surer": ([0.9, 0.06, 0.04], [0.5, 0.3, 0.2]),
+         "apart": ([0.1, 0.2, 0.7], [0.6, 0.3, 0.1])}
 
 
 def solve(p, q, k):
@@ -29,23 +32,25 @@ def solve(p, q, k):
 
 
 def k_seq(p, q, drafts, coins):
-    """In k-SEQ drafts (B, k), drawn from q (B, V), pass with probability min(1, p / (rho q)). Returns the
-    first that did (B,), k if none did, and the token (B,): that draft, or one from what p has left."""
+    """In k-SEQ drafts (B, k), drawn from q (B, V), pass with probability min(1, p / (rho q)).
+    Returns the first that did (B,), k if none did, and the token (B,): that draft, or one from what
+    p has left."""
     k = drafts.shape[1]
     rho, beta = solve(p, q, k)
     passed = coins.flip(p.gather(1, drafts) / (rho * q.gather(1, drafts)))                  # (B, k)
     first = torch.where(passed, torch.arange(k, device=p.device), k).amin(1)
     written = torch.minimum(q, p / rho) * (1 - (1 - beta) ** k) / beta.clamp(min=1e-300)    # (B, V)
     left = (p - written).clamp(min=0)
-    left = torch.where(left.sum(-1, keepdim=True) > 0, left, p)     # trap: 0 if p = q, up to rounding
-    candidates = torch.cat([drafts, coins.choose(left)[:, None]], 1)                        # (B, k+1)
+    left = torch.where(left.sum(-1, keepdim=True) > 0, left, p)  # trap: 0 if p = q, up to rounding
+    candidates = torch.cat([drafts, coins.choose(left)[:, None]], 1)  # (B, k+1)
     return first, candidates.gather(1, first[:, None])[:, 0]
 
 
 def chances(p, q, k):
-    """How often one of k drafts is kept, for p, q (V,), tried in turn, by k-SEQ, and at most. The most is the
-    value of a linear program, from sets of drafts to tokens, and so its smallest cut: tokens in H are kept at
-    most p(H) of the time, and a draft is outside of H 1 - q(H)^k of the time. There are 2^V cuts."""
+    """How often one of k drafts is kept, for p, q (V,), tried in turn, by k-SEQ, and at most. The
+    most is the value of a linear program, from sets of drafts to tokens, and so its smallest cut:
+    tokens in H are kept at most p(H) of the time, and a draft is outside of H 1 - q(H)^k of the
+    time. There are 2^V cuts."""
     refused = 1.0
     left = p
     for _ in range(k):
@@ -53,7 +58,8 @@ def chances(p, q, k):
         refused *= float(left.sum())
     _, beta = solve(p[None], q[None], k)
     cuts = (torch.tensor(cut) for cut in product((False, True), repeat=len(p)))
-    return 1 - refused, 1 - (1 - float(beta)) ** k, min(float(p[H].sum() + 1 - q[H].sum() ** k) for H in cuts)
+    return 1 - refused, 1 - (1 - float(beta)) ** k, min(float(p[H].sum() + 1 - q[H].sum() ** k)
+                                                        for H in cuts)
 
 
 def typical(p, q, k, epsilon=0.09, delta=0.3):
@@ -69,11 +75,13 @@ def typical(p, q, k, epsilon=0.09, delta=0.3):
 
 
 def main(argv=None):
-    print("| p and q | k | in turn | k-SEQ | optimum | typical: distance to p |", "|---" * 6 + "|", sep="\n")
+    print("| p and q | k | in turn | k-SEQ | optimum | typical: distance to p |", "|---" * 6 + "|",
+          sep="\n")
     for (name, pair), k in product(PAIRS.items(), (1, 2, 3)):
         p, q = torch.tensor(pair, dtype=torch.float64)
         off = float((typical(p, q, k) - p).abs().sum() / 2)
-        print(f"| {name} | {k} | {' | '.join(f'{chance:.3f}' for chance in chances(p, q, k))} | {off:.3f} |")
+        print(f"| {name} | {k} | {' | '.join(f'{chance:.3f}' for chance in chances(p, q, k))} | "
+              f"{off:.3f} |")
 
 
 if __name__ == "__main__":

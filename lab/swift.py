@@ -1,5 +1,5 @@
-"""SWIFT (arXiv 2410.06916) is a search for the sub-layers to skip on the text itself, while it is written. By
-our tables it needs more text than an answer has."""
+"""SWIFT (arXiv 2410.06916) is a search for the sub-layers to skip on the text itself, while it is
+written. By our tables it needs more text than an answer has."""
 import torch
 
 from control import Confidence
@@ -13,20 +13,21 @@ from search import GaussianProcess, expected_improvement
 class SWIFT(Wrapper):
     """Search for the sub-layers to skip on the text itself (SWIFT, arXiv 2410.06916).
 
-    Each candidate, a random set of the published size and every 25th time one that the Gaussian process
-    promises most of, is scored in one pass by its *matchness*: how often its likeliest token is the next one
-    of the window, the first `window` tokens that this text wrote. A better set takes the incumbent's place.
-    The search ends at a score above `enough`, after more than `patience` candidates in a row that were no
-    better, or after `most` in all.
+    Each candidate, a random set of the published size and every 25th time one that the Gaussian
+    process promises most of, is scored in one pass by its *matchness*: how often its likeliest
+    token is the next one of the window, the first `window` tokens that this text wrote. A better
+    set takes the incumbent's place. The search ends at a score above `enough`, after more than
+    `patience` candidates in a row that were no better, or after `most` in all.
 
-    Changed: theirs keeps the best score of all texts, so that a search that has ended never begins again;
-    here the incumbent is scored anew when a text begins. Their process sees points of the box [0, 1]^n that
-    are not the sets scored, and maximises mean + 2.5 deviations; ours sees sets, and the one with the largest
-    expected improvement is tried. Their places have 1 to 10 guesses, by confidence; ours 1 + len(widths).
+    Changed: theirs keeps the best score of all texts, so that a search that has ended never begins
+    again; here the incumbent is scored anew when a text begins. Their process sees points of the
+    box [0, 1]^n that are not the sets scored, and maximises mean + 2.5 deviations; ours sees sets,
+    and the one with the largest expected improvement is tried. Their places have 1 to 10 guesses,
+    by confidence; ours 1 + len(widths).
     """
 
-    def __init__(self, model, gamma=25, skip_ratio=0.45, window=32, enough=0.95, patience=300, most=1000,
-                 every=25, threshold=0.8, widths=(25, 25), seed=0):
+    def __init__(self, model, gamma=25, skip_ratio=0.45, window=32, enough=0.95, patience=300,
+                 most=1000, every=25, threshold=0.8, widths=(25, 25), seed=0):
         self.model = model
         self.free = range(2, 2 * model.c.n_layers - 2)      # the first and the last block stay
         self.count = int(len(self.free) * skip_ratio)
@@ -50,7 +51,8 @@ class SWIFT(Wrapper):
         rows = [b for b, text in enumerate(state.known) if len(text) - self.start[b] >= self.window]
         if rows and self.best is None:                      # a new text: first of all the incumbent
             self.best = self.score(state, self.gone, rows)
-        elif rows and self.best <= self.enough and self.stale <= self.patience and self.tried < self.most:
+        elif (rows and self.best <= self.enough and self.stale <= self.patience
+              and self.tried < self.most):
             self.tried, self.stale = self.tried + 1, self.stale + 1
             gone = self.candidate()
             score = self.score(state, gone, rows)
@@ -64,8 +66,10 @@ class SWIFT(Wrapper):
         if self.tried % self.every or len(self.seen) < 2:
             return self.random_set()
         sets = [self.random_set() for _ in range(256)]
-        z, y = self.bits([gone for gone, _ in self.seen]), torch.tensor([score for _, score in self.seen])
-        mean, std = GaussianProcess(z, y, torch.tensor([i % 2 for i in self.free])).predict(self.bits(sets))
+        z = self.bits([gone for gone, _ in self.seen])
+        y = torch.tensor([score for _, score in self.seen])
+        mean, std = GaussianProcess(z, y, torch.tensor([i % 2 for i in self.free])).predict(
+            self.bits(sets))
         return sets[int(expected_improvement(mean, std, self.best).argmax())]
 
     def random_set(self):
@@ -73,12 +77,14 @@ class SWIFT(Wrapper):
         return frozenset(self.free[j] for j in order[: self.count])
 
     def bits(self, sets):
-        return torch.tensor([[float(i in gone) for i in self.free] for gone in sets], dtype=torch.float64)
+        return torch.tensor([[float(i in gone) for i in self.free] for gone in sets],
+                            dtype=torch.float64)
 
     def score(self, state, gone, rows):
         """The matchness of a set, over the rows that have written a window, and a note of it."""
         at = state.send([[n - 1 + k for k in range(self.window)] for n in self.start])      # (B, W)
-        at = at.clamp(max=state.tokens.shape[1] - 2)    # a row near the end of the context has no such window
+        # a row near the end of the context has no such window
+        at = at.clamp(max=state.tokens.shape[1] - 2)
         x = aside(self.model, state.cache, self.model.embed(state.read(at)), at, self.kept(gone))
         hits = self.model.unembed(x).argmax(-1) == state.read(at + 1)
         score = float(hits[state.send(rows)].double().mean())

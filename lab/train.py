@@ -1,9 +1,10 @@
-"""Train tiny models of both families that can be left early, by LayerSkip's recipe (Elhoushi et al. 2024).
+"""Train tiny models of both families that can be left early, by LayerSkip's recipe (Elhoushi et al.
+2024).
 
-    python -m lab.train --out my-model --data stories.txt=2 code.txt --valid stories-valid.txt --tokens 8e6
+    python -m lab.train --out my-model --data stories.txt=2 code.txt --valid valid.txt --tokens 8e6
 
-Training skips sub-layers with the same call that drafting uses, `run` over a part of them, so a draft
-computes exactly what was trained.
+Training skips sub-layers with the same call that drafting uses, `run` over a part of them, so a
+draft computes exactly what was trained.
 """
 import argparse
 import math
@@ -31,19 +32,24 @@ EVERY = 300     # seconds between checkpoints
 CLIP = 1.0      # the greatest norm of a gradient
 SHAPE = {"layers": 12, "dim": 256, "heads": 4, "kv-heads": 2, "hidden": 704, "vocab": 4096}
 RECIPE = (      # (flag, default, lowest, highest, help)
-    ("dropout", 0.15, 0.0, 1.0, "how often the last sub-layer is dropped; the others less, the earlier they "
-     "come (LayerSkip, section 4.1)"),
-    ("exit-weight", 1.0, 0.0, 1e30, "of the early-exit loss relative to the final one (LayerSkip, 4.1)"),
-    ("distil", 0.5, 0.0, 1.0, "the share of the early-exit loss that imitates the model's own final "
-     "distribution instead of the labels, as acceptance compares the two (Kangaroo, arXiv 2404.18911)"),
-    ("shallow", 0.7, 0.0, 1.0, "how often the exit is a shallow one, where drafts come from (our choice; "
-     "LayerSkip weighs deep exits more)"),
+    ("dropout", 0.15, 0.0, 1.0, "how often the last sub-layer is dropped; the others less, the "
+     "earlier they come (LayerSkip, section 4.1)"),
+    ("exit-weight", 1.0, 0.0, 1e30, "of the early-exit loss relative to the final one (LayerSkip, "
+     "4.1)"),
+    ("distil", 0.5, 0.0, 1.0, "the share of the early-exit loss that imitates the model's own "
+     "final distribution instead of the labels, as acceptance compares the two (Kangaroo, arXiv "
+     "2404.18911)"),
+    ("shallow", 0.7, 0.0, 1.0, "how often the exit is a shallow one, where drafts come from (our "
+     "choice; LayerSkip weighs deep exits more)"),
     ("shallow-end", 1 / 6, 0.0, 1.0, "the share of the blocks up to which an exit is shallow"))
 STEPS = (
-    ("tokens", 8e6, 1.0, 1e30, "how many to train on"), ("context", 512, 1, 2**20, "tokens of a sequence"),
-    ("batch", 16, 1, 2**20, "sequences of a step"), ("warmup", 100, 0, 2**40, "steps to the full rate"),
+    ("tokens", 8e6, 1.0, 1e30, "how many to train on"),
+    ("context", 512, 1, 2**20, "tokens of a sequence"),
+    ("batch", 16, 1, 2**20, "sequences of a step"),
+    ("warmup", 100, 0, 2**40, "steps to the full rate"),
     ("lr", 3e-3, 1e-30, 1e30, "of AdamW: embeddings and norms"),
-    ("muon-lr", 0.02, 0.0, 1e30, "of Muon: matrices (Jordan et al. 2024); 0 leaves them to AdamW, too"),
+    ("muon-lr", 0.02, 0.0, 1e30, "of Muon: matrices (Jordan et al. 2024); 0 leaves them to AdamW, "
+     "too"),
     ("decay", 0.5, 1e-9, 1.0, "in the last P of the run both rates fall linearly to 2 %%"),
     ("seed", 0, 0, 2**40, ""))
 
@@ -52,9 +58,11 @@ STEPS = (
 
 
 def add_numbers(group, rows):
-    """A flag for each row (name, default, lowest, highest, help). Its type is that of the lowest value."""
+    """A flag for each row (name, default, lowest, highest, help). Its type is that
+    of the lowest value."""
     for name, default, low, high, text in rows:
-        group.add_argument(f"--{name}", type=number(low, high), default=default, metavar="N", help=text)
+        group.add_argument(f"--{name}", type=number(low, high), default=default, metavar="N",
+                           help=text)
 
 
 def number(low, high):
@@ -74,24 +82,33 @@ def command_line(module, argv):
 
 
 def parse(argv):
-    p = cli.Parser(description="Train a tiny Llama or Gemma-2 so that skipping works.", allow_abbrev=False)
-    p.add_argument("--out", required=True, metavar="DIR", help="for the model, its card and its checkpoint")
-    p.add_argument("--resume", action="store_true", help="continue the run in --out; else as it was begun")
-    p.add_argument("--data", required=True, nargs="+", metavar="FILE[=W]", help="documents separated by "
-                   f"{BOUNDARY}, drawn W times as often")
-    p.add_argument("--valid", nargs="+", default=[], metavar="FILE", help="measure on these (default: "
-                   f"the last {corpus.HELD_OUT:.0%}% of each training file, which is then not trained on)")
-    p.add_argument("--start", metavar="DIR", help="train the model in DIR further, with its shape and "
-                   "tokenizer (continual pretraining), such as a model that cannot yet be left early")
-    p.add_argument("--tokenizer", metavar="DIR", help="take the tokenizer of DIR instead of training one")
+    p = cli.Parser(description="Train a tiny Llama or Gemma-2 so that skipping works.",
+                   allow_abbrev=False)
+    p.add_argument("--out", required=True, metavar="DIR", help="for the model, its card and its "
+                   "checkpoint")
+    p.add_argument("--resume", action="store_true", help="continue the run in --out; else as it "
+                   "was begun")
+    p.add_argument("--data", required=True, nargs="+", metavar="FILE[=W]",
+                   help=f"documents separated by {BOUNDARY}, drawn W times as often")
+    p.add_argument("--valid", nargs="+", default=[], metavar="FILE",
+                   help="measure on these (default: "
+                   f"the last {corpus.HELD_OUT:.0%}% of each training file, which is then not "
+                   "trained on)")
+    p.add_argument("--start", metavar="DIR", help="train the model in DIR further, with its shape "
+                   "and tokenizer (continual pretraining), such as a model that cannot yet be left "
+                   "early")
+    p.add_argument("--tokenizer", metavar="DIR", help="take the tokenizer of DIR instead of "
+                   "training one")
     p.add_argument("--family", choices=["llama", "gemma2"], default="llama")
     add_numbers(p.add_argument_group("shape"),
                 [(flag, size, 1, 2**20, f"(default: {size})") for flag, size in SHAPE.items()])
-    add_numbers(p.add_argument_group("recipe, after LayerSkip (arXiv 2404.16710), one random exit a step "
-                                     "(--dropout 0 --exit-weight 0 is plain training)"), RECIPE)
+    add_numbers(p.add_argument_group("recipe, after LayerSkip (arXiv 2404.16710), one random exit "
+                                     "a step (--dropout 0 --exit-weight 0 is plain training)"),
+                RECIPE)
     add_numbers(p.add_argument_group("optimisation"), STEPS)
     p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
-    p.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the products; "
+    p.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16",
+                   help="of the products; "
                    "weights are float32. A CPU without bfloat16 units is faster in float32")
     a = p.parse_args(argv)
     a.command = command_line("lab.train", argv)
@@ -100,8 +117,8 @@ def parse(argv):
         if a.start and getattr(a, name) != p.get_default(name):
             raise ValueError(f"--{flag} is a matter of the model in {a.start}: leave it out")
     if a.heads % a.kv_heads or a.dim % (2 * a.heads):
-        raise ValueError(f"--heads {a.heads} must be a multiple of --kv-heads {a.kv_heads}, and --dim "
-                         f"{a.dim} one of twice as many")
+        raise ValueError(f"--heads {a.heads} must be a multiple of --kv-heads {a.kv_heads}, and "
+                         f"--dim {a.dim} one of twice as many")
     return a
 
 
@@ -109,14 +126,15 @@ def parse(argv):
 
 
 def drop_rates(n_layers, most):
-    """How often each of the 2L sub-layers is dropped: most * (2^(l / (2L-1)) - 1) for sub-layer l, from 0 to
-    `most` (LayerSkip, section 4.1, which drops whole blocks)."""
+    """How often each of the 2L sub-layers is dropped: most * (2^(l / (2L-1)) - 1) for sub-layer l,
+    from 0 to `most` (LayerSkip, section 4.1, which drops whole blocks)."""
     return most * (2 ** torch.linspace(0, 1, 2 * n_layers, dtype=torch.float64) - 1)
 
 
 def choose(a, n_layers, g):
     """What one step trains, (sub-layers kept, exit layer)."""
-    kept = (torch.rand(2 * n_layers, generator=g, dtype=torch.float64) >= drop_rates(n_layers, a.dropout))
+    kept = (torch.rand(2 * n_layers, generator=g, dtype=torch.float64)
+            >= drop_rates(n_layers, a.dropout))
     u, v = torch.rand(2, generator=g, dtype=torch.float64).tolist()
     end = max(1, round(n_layers * a.shallow_end))
     low, high = (1, end + 1) if u < a.shallow else (end + 1, n_layers)
@@ -127,10 +145,10 @@ def choose(a, n_layers, g):
 def losses(model, batch, sublayers, exit_layer=None, distil=0.0):
     """(final loss, early-exit loss or None) of windows (B, T+1), in nats a token.
 
-    The early exit uses the final norm and head, which all exits share. Its targets are the labels and, for
-    the share `distil`, the final distribution of this same pass, as acceptance compares the two (soft labels:
-    Hinton et al. 2015, arXiv 1503.02531). No gradient flows into that target, because then the whole model
-    would learn to be as simple as its exit.
+    The early exit uses the final norm and head, which all exits share. Its targets are the labels
+    and, for the share `distil`, the final distribution of this same pass, as acceptance compares
+    the two (soft labels: Hinton et al. 2015, arXiv 1503.02531). No gradient flows into that target,
+    because then the whole model would learn to be as simple as its exit.
     """
     tokens, labels = batch[:, :-1].long(), batch[:, 1:].long().flatten()        # (B, T), (B*T,)
     at, x = Placement.span(0, tokens.shape[1], tokens.device), model.embed(tokens)    # (B, T, dim)
@@ -141,21 +159,26 @@ def losses(model, batch, sublayers, exit_layer=None, distil=0.0):
     final = F.cross_entropy(logits, labels)
     if exit_layer is None:
         return final, None
-    logq, p = model.unembed(exit_x).float().flatten(0, 1).log_softmax(-1), logits.detach().softmax(-1)
+    logq = model.unembed(exit_x).float().flatten(0, 1).log_softmax(-1)
+    p = logits.detach().softmax(-1)
     return final, (1 - distil) * F.nll_loss(logq, labels) - distil * (p * logq).sum(-1).mean()
 
 
 @torch.no_grad()
 def evaluate(model, tokens, context, most):
-    """{"loss": [of each exit], "agreement": [of each exit]} over the first `most` tokens, cut into windows:
-    the loss after each block in nats a token, and how often its best token is that of the last block. One
-    pass gives all exits, because the states before an exit equal those of the whole model ("logit lens")."""
-    rows, loss, agreed = corpus.windows(tokens, context + 1, most, context).to(model.tok.device), 0.0, 0.0
+    """{"loss": [of each exit], "agreement": [of each exit]} over the first `most` tokens, cut into
+    windows: the loss after each block in nats a token, and how often its best token is that of the
+    last block. One pass gives all exits, because the states before an exit equal those of the whole
+    model ("logit lens")."""
+    rows = corpus.windows(tokens, context + 1, most, context).to(model.tok.device)
+    loss = 0.0
+    agreed = 0.0
     for part in rows.split(max(1, 512 // context)):
         trace, labels = dict.fromkeys(range(1, 2 * model.c.n_layers, 2)), part[:, 1:].flatten()
         model.run(model.embed(part[:, :-1]), Placement.span(0, context, part.device), trace=trace)
-        logits = torch.stack([model.unembed(x).float().flatten(0, 1) for x in trace.values()])  # (L, B*T, V)
-        right = logits.gather(2, labels.expand(len(logits), -1)[..., None])[..., 0]             # (L, B*T)
+        # (L, B*T, V)
+        logits = torch.stack([model.unembed(x).float().flatten(0, 1) for x in trace.values()])
+        right = logits.gather(2, labels.expand(len(logits), -1)[..., None])[..., 0]  # (L, B*T)
         loss = loss + (logits.logsumexp(-1) - right).double().sum(1)
         best = logits.argmax(-1)
         agreed = agreed + (best == best[-1]).double().sum(1)
@@ -167,20 +190,22 @@ def evaluate(model, tokens, context, most):
 
 
 def first_model(a, tokenizer, device):
-    """What a run begins with, in float32: the model of --start, or one of the shape that the flags ask for,
-    with fresh weights."""
+    """What a run begins with, in float32: the model of --start, or one of the shape that the flags
+    ask for, with fresh weights."""
     if a.start:
         return long_enough(a, a.start, device)[0].requires_grad_(True)
     boundary, vocab = tokenizer.token_to_id(BOUNDARY), tokenizer.get_vocab()
     if boundary is None:
-        raise ValueError(f"the tokenizer of {a.tokenizer} has no {BOUNDARY} to separate the documents")
+        raise ValueError(f"the tokenizer of {a.tokenizer} has no {BOUNDARY} to separate the "
+                         "documents")
     fields = dict(vocab_size=max(vocab.values()) + 1, dim=a.dim, n_layers=a.layers, n_heads=a.heads,
-                  n_kv_heads=a.kv_heads, head_dim=a.dim // a.heads, hidden_dim=a.hidden, max_len=a.context,
-                  tied=True, bos=boundary, eos=(boundary,))
+                  n_kv_heads=a.kv_heads, head_dim=a.dim // a.heads, hidden_dim=a.hidden,
+                  max_len=a.context, tied=True, bos=boundary, eos=(boundary,))
     if a.family == "gemma2":
-        fields |= dict(norm_eps=1e-6, act="gelu", norm_offset=1.0, embed_scale=a.dim**0.5, post_norm=True,
-                       query_scale=(a.dim // a.heads) ** -0.5, attn_softcap=50.0, final_softcap=30.0,
-                       window=max(1, a.context // 4))
+        fields |= dict(norm_eps=1e-6, act="gelu", norm_offset=1.0, embed_scale=a.dim**0.5,
+                       post_norm=True,
+                       query_scale=(a.dim // a.heads) ** -0.5, attn_softcap=50.0,
+                       final_softcap=30.0, window=max(1, a.context // 4))
     model, g = Transformer(Config(**fields)).float(), torch.Generator().manual_seed(a.seed)
     for p in model.parameters():    # matrices: normal with a deviation of 0.02; norms multiply by 1
         fresh = 0.02 * torch.randn(p.shape, generator=g) if p.dim() > 1 else 1 - model.c.norm_offset
@@ -189,15 +214,18 @@ def first_model(a, tokenizer, device):
 
 
 def long_enough(a, folder, device):
-    """(model, tokenizer) of a folder, in float32. Raises ValueError if its context is below --context."""
+    """(model, tokenizer) of a folder, in float32. Raises ValueError if its
+    context is below --context."""
     model, tokenizer = checkpoint.load(folder, device, torch.float32)
     if a.context > model.c.max_len:
-        raise ValueError(f"--context {a.context} exceeds the context of {folder}: {model.c.max_len}")
+        raise ValueError(
+            f"--context {a.context} exceeds the context of {folder}: {model.c.max_len}")
     return model, tokenizer
 
 
 class Run:
-    """A model, its optimisers and what was done so far; one file, the checkpoint, holds all of it."""
+    """A model, its optimisers and what was done so far; one file, the checkpoint,
+    holds all of it."""
 
     def __init__(self, a, text, device):
         self.model = first_model(a, text.tokenizer, device)
@@ -210,7 +238,11 @@ class Run:
 
     def start(self, a, text, device, trained, optimisers):
         """Nothing is done yet. `trained` is the module whose weights learn."""
-        self.a, self.text, self.device, self.trained, self.optimisers = a, text, device, trained, optimisers
+        self.a = a
+        self.text = text
+        self.device = device
+        self.trained = trained
+        self.optimisers = optimisers
         self.block = a.batch * a.context        # tokens of a step
         self.steps = max(1, round(a.tokens / self.block))
         self.step, self.seconds, self.losses, self.before = 0, 0.0, [], None
@@ -228,7 +260,8 @@ class Run:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=a.dtype == "bfloat16"):
             final, exit_loss = losses(self.model, batch, kept, exits, a.distil)
         self.update(final if exit_loss is None else final + a.exit_weight * exit_loss)
-        self.losses.append([final.item(), None if exit_loss is None else exit_loss.item(), exit_layer])
+        self.losses.append([final.item(), None if exit_loss is None else exit_loss.item(),
+                            exit_layer])
 
     def update(self, loss):
         """One step of the optimisers down the gradient of the loss."""
@@ -267,7 +300,8 @@ class Run:
         """Write the model in bfloat16, its picture and its card."""
         checkpoint.save(self.model.bfloat16(), Path(self.a.out), self.text.tokenizer)
         self.model.float()      # as the file holds it
-        card.model_card(self, {name: self.evaluate(s, 32768) for name, s in self.text.valid.items()})
+        card.model_card(self,
+                        {name: self.evaluate(s, 32768) for name, s in self.text.valid.items()})
 
 
 def fresh_run(a, device, text):
@@ -283,12 +317,14 @@ def fresh_run(a, device, text):
 
 
 def open_run(a, fresh=fresh_run):
-    """A fresh Run, or with --resume the one that --out holds. Raises ValueError where --out holds anything
-    else. fresh: makes a Run from the flags, the device, and the text of the checkpoint or None."""
+    """A fresh Run, or with --resume the one that --out holds. Raises ValueError where --out holds
+    anything else. fresh: makes a Run from the flags, the device, and the text of
+    the checkpoint or None."""
     out, state, text = Path(a.out), None, None
     if out.exists() and any(out.iterdir()):
         if not (a.resume and (out / STATE).is_file()):
-            raise ValueError(f"{out} is not empty: continue its run with --resume, or name another --out")
+            raise ValueError(f"{out} is not empty: continue its run with --resume, or name another "
+                             "--out")
         with checkpoint.guarded(f"{out / STATE}: not a checkpoint of this program, or damaged"):
             state = torch.load(out / STATE, "cpu", weights_only=True)
             command = state["command"]
@@ -310,8 +346,8 @@ def open_run(a, fresh=fresh_run):
 
 @contextmanager
 def patient():
-    """Within it the first Ctrl-C, or SIGTERM, is only noted in the list that is yielded, so that a step comes
-    to its end. The second one ends the program at once."""
+    """Within it the first Ctrl-C, or SIGTERM, is only noted in the list that is yielded, so that a
+    step comes to its end. The second one ends the program at once."""
     noted = []
 
     def note_it(number, frame):
@@ -328,18 +364,19 @@ def patient():
 
 
 def train(run):
-    """Take the steps that are left, save a checkpoint every few minutes, and write what was trained. After
-    Ctrl-C the checkpoint holds all steps that were taken."""
+    """Take the steps that are left, save a checkpoint every few minutes, and write what was
+    trained. After Ctrl-C the checkpoint holds all steps that were taken."""
     started, saved = time.monotonic() - run.seconds, run.seconds
     often = 1 if sys.stderr.isatty() else 60     # a file needs fewer lines
-    with patient() as noted, tqdm(total=run.steps * run.block, initial=run.step * run.block, unit="tok",
-                                  unit_scale=True, mininterval=often) as bar:
+    with patient() as noted, tqdm(total=run.steps * run.block, initial=run.step * run.block,
+                                  unit="tok", unit_scale=True, mininterval=often) as bar:
         while run.progress() < 1 and not noted:
             run.train_step()
             run.seconds = time.monotonic() - started
             loss = run.losses[-1][0]
             if not math.isfinite(loss):
-                raise ValueError(f"the loss is {loss} at step {run.step}: try a lower --lr and --muon-lr")
+                raise ValueError(f"the loss is {loss} at step {run.step}: try a lower --lr and "
+                                 "--muon-lr")
             bar.set_postfix_str(f"loss {loss:.2f}", refresh=False)
             bar.update(run.block)
             if run.seconds - saved > EVERY:
@@ -353,7 +390,8 @@ def train(run):
 
 
 def main(argv=None):
-    return cli.main(lambda argv: train(open_run(parse(argv))), sys.argv[1:] if argv is None else argv)
+    return cli.main(lambda argv: train(open_run(parse(argv))),
+                    sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Train heads on a frozen model, such as Kangaroo, EAGLE, M2R2, Medusa, Hidden Transfer and a prophet.
+"""Train heads on a frozen model, such as Kangaroo, EAGLE, M2R2, Medusa, Hidden Transfer and a
+prophet.
 
-    python -m lab.train_heads medusa --model weights/stories-llama --out weights/stories-llama/heads/medusa
+    python -m lab.train_heads medusa --model DIR --out DIR/heads/medusa
 
-The teacher is the model itself. By default it also writes the text, at a low temperature, so that its heads
-learn what it says where they will draft, and nobody needs its training data. What a head learns to say is not
-the text but the model's whole distribution, because acceptance compares the two.
+The teacher is the model itself. By default it also writes the text, at a low temperature, so that
+its heads learn what it says where they will draft, and nobody needs its training data. What a head
+learns to say is not the text but the model's whole distribution, because acceptance compares the
+two.
 """
 import copy
 import json
@@ -35,15 +37,18 @@ from support.chat import read_template
 from support.texts import BOUNDARY, read_texts
 
 EXIT = ("exit-layer", None, 0, 2**20, "after which block it reads (default: a sixth)")
-SHAPE = {   # the flags of each kind, as in train.add_numbers; a default of None depends on the model
+SHAPE = {  # the flags of each kind, as in train.add_numbers; a default of None depends on the model
     "kangaroo": [EXIT], "exit_block": [EXIT],
-    "eagle": [("fused", 0, 0, 1, "1 to read the states after a quarter and half of the blocks, too")],
-    "m2r2": [EXIT, ("align", 0.1, 0.0, 1e30, "what the distance from the states further up counts, beside "
-                    "the distributions (default: 0.1)")],
+    "eagle": [("fused", 0, 0, 1,
+               "1 to read the states after a quarter and half of the blocks, too")],
+    "m2r2": [EXIT, ("align", 0.1, 0.0, 1e30, "what the distance from the states further up counts, "
+                    "beside the distributions (default: 0.1)")],
     "medusa": [("heads", 3, 1, 2**20, "how many (default: 3)"),
-               ("markov", 64, 0, 2**20, "rank of a bias by the token before, 0 for none (default: 64)")],
-    "transfer": [("inject-layer", None, 0, 2**20, "after which block rows of future tokens begin (default: "
-                  "half of them)"), ("steps", 3, 1, 2**20, "rows for each token (default: 3)")],
+               ("markov", 64, 0, 2**20, "rank of a bias by the token before, 0 for none (default: "
+                "64)")],
+    "transfer": [("inject-layer", None, 0, 2**20, "after which block rows of future tokens begin "
+                  "(default: half of them)"),
+                 ("steps", 3, 1, 2**20, "rows for each token (default: 3)")],
     "prophet": [("blocks", 1, 1, 2**20, "how many (default: 1)")]}
 TEXT = (
     ("text", 1.5e5, 1.0, 1e30, "how many tokens it writes"),
@@ -64,22 +69,29 @@ MEMORY = 2**31      # bytes of states that are kept
 def parse(argv):
     p = cli.Parser(add_help=False)      # what all kinds share
     p.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder")
-    p.add_argument("--out", required=True, metavar="DIR", help="for the heads; generate.py looks into "
-                   "heads/KIND in the model's folder")
-    p.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
-    p.add_argument("--start", metavar="DIR", help="begin with the heads in DIR and their draft vocabulary: "
-                   "more text, in another run")
-    p.add_argument("--vocab", type=train.number(1, 2**30), metavar="N", help="learn to say only the "
-                   "text's N most frequent tokens: with a large vocabulary many times cheaper; writes "
-                   f"{VOCAB} beside the heads")
-    p.add_argument("--loss", choices=LOSSES, default="overlap", help="overlap: what acceptance counts, "
-                   "the distance of p and q, and a tenth of cross-entropy (DSpark); kl: KL(p || q)")
-    p.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]", help="documents separated by "
+    p.add_argument("--out", required=True, metavar="DIR", help="for the heads; generate.py looks "
+                   "into heads/KIND in the model's folder")
+    p.add_argument("--resume", action="store_true", help="continue from the last checkpoint in "
+                   "--out")
+    p.add_argument("--start", metavar="DIR", help="begin with the heads in DIR and their draft "
+                   "vocabulary: more text, in another run")
+    p.add_argument("--vocab", type=train.number(1, 2**30), metavar="N",
+                   help="learn to say only the "
+                   "text's N most frequent tokens: with a large vocabulary many times cheaper; "
+                   f"writes {VOCAB} beside the heads")
+    p.add_argument("--loss", choices=LOSSES, default="overlap", help="overlap: what acceptance "
+                   "counts, the distance of p and q, and a tenth of cross-entropy (DSpark); kl: "
+                   "KL(p || q)")
+    p.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]",
+                   help="documents separated by "
                    f"{BOUNDARY}, drawn W times as often (default: what the model writes)")
-    p.add_argument("--prompts", nargs="+", default=[], metavar="FILE", help="it writes answers to these, "
+    p.add_argument("--prompts", nargs="+", default=[], metavar="FILE",
+                   help="it writes answers to these, "
                    'lines of {"prompt": text}, by its chat template')
-    p.add_argument("--ask", type=train.number(0, 2**30), default=0, metavar="N", help="it also answers N "
-                   "questions of its own: what it writes where the template has the user speak (Magpie)")
+    p.add_argument("--ask", type=train.number(0, 2**30), default=0, metavar="N",
+                   help="it also answers N "
+                   "questions of its own: what it writes where the template has the user speak "
+                   "(Magpie)")
     p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     steps = [row for row in train.STEPS if row[0] != "muon-lr"]
     for title, rows in (("text", TEXT), ("optimisation", steps)):
@@ -94,10 +106,11 @@ def parse(argv):
     a.command = train.command_line("lab.train_heads", argv)
     for flag in ("text", "temperature", "opening", "prompts", "ask"):
         if a.data and getattr(a, flag) != p.get_default(flag):
-            raise ValueError(f"--{flag} is about what the model writes, and --data names other texts: leave "
-                             "one of them out")
+            raise ValueError(f"--{flag} is about what the model writes, and --data names other "
+                             "texts: leave one of them out")
     if a.kind == "medusa" and a.vocab and a.markov:
-        raise ValueError("the bias by the token before is of all tokens: --vocab goes with --markov 0")
+        raise ValueError("the bias by the token before is of all tokens: --vocab goes with "
+                         "--markov 0")
     return a
 
 
@@ -105,7 +118,8 @@ def build(a, model):
     """The head that the flags ask for, fresh."""
     L = model.c.n_layers
     usual = {"exit_layer": max(1, L // 6), "inject_layer": L // 2}
-    given = {name: getattr(a, name) for name in (flag.replace("-", "_") for flag, *_ in SHAPE[a.kind])}
+    given = {name: getattr(a, name)
+             for name in (flag.replace("-", "_") for flag, *_ in SHAPE[a.kind])}
     shape = {name: usual[name] if value is None else value for name, value in given.items()}
     return KINDS[a.kind](model, **shape)
 
@@ -121,8 +135,9 @@ def ask(folder, tokenizer, texts):
 
 
 def questions(folder, model, tokenizer, count, seed):
-    """What a chat model writes, at temperature 1, where its template has the user speak (Magpie, arXiv
-    2406.08464, section 2). Those that do not end are left out. Raises ValueError if none of many ends."""
+    """What a chat model writes, at temperature 1, where its template has the user speak (Magpie,
+    arXiv 2406.08464, section 2). Those that do not end are left out. Raises ValueError if none of
+    many ends."""
     mark, coins, found = "\0", Coins(seed), []
     begun = read_template(folder)([{"role": "user", "content": mark}]).partition(mark)[0]
     begun = [checkpoint.encode(tokenizer, begun, special=False)] * ROWS[model.tok.device.type]
@@ -131,26 +146,31 @@ def questions(folder, model, tokenizer, count, seed):
                             model.c.eos)
         ended = [tokenizer.decode(text[:-1]) for text in texts if text[-1] in model.c.eos]
         if not ended:
-            raise ValueError(f"{folder}: its model ends none of {len(texts)} questions: use --prompts")
+            raise ValueError(f"{folder}: its model ends none of {len(texts)} questions: use "
+                             "--prompts")
         found += ended
     return found[:count]
 
 
 def write_text(model, count, seed, length, temperature=1.0, opening=0, prompts=None):
-    """At least `count` tokens of texts that the model draws at this temperature, but the first `opening` of
-    each at 1, one text after the other, each from a begin-of-text id to its end or to `length` tokens. (N,)
-    int32. prompts: what it answers instead, again and again, because a chat model says little unasked."""
+    """At least `count` tokens of texts that the model draws at this temperature, but the first
+    `opening` of each at 1, one text after the other, each from a begin-of-text id to its end or to
+    `length` tokens. (N,) int32. prompts: what it answers instead, again and again, because a chat
+    model says little unasked."""
     c, ids, coins = model.c, [], Coins(seed)
     if c.bos is None and not prompts:
-        raise ValueError("this model has no begin-of-text id to start a text with: name texts with --data")
+        raise ValueError("this model has no begin-of-text id to start a text with: name texts with "
+                         "--data")
     begun = cycle(prompts or [[c.bos]])
     with tqdm(total=int(count), desc="writing", unit="tok", unit_scale=True, disable=None) as bar:
         while len(ids) < count:
             warmth = chain(repeat(1.0, opening), repeat(temperature))           # one for each round
             rows = list(islice(begun, ROWS[model.tok.device.type]))
             texts, _ = generate(model, rows, length - 1, None,
-                                lambda logits, warmth=warmth: to_probs(logits, next(warmth)), coins, c.eos)
-            for row, text in zip(rows, texts, strict=True):     # trap: one id may both begin and end a text
+                                lambda logits, warmth=warmth: to_probs(logits, next(warmth)), coins,
+                                c.eos)
+            # trap: one id may both begin and end a text
+            for row, text in zip(rows, texts, strict=True):
                 ids += row + (text[:-1] if text[-1] == c.bos else text)
             bar.update(len(ids) - bar.n)
     return torch.tensor(ids, dtype=torch.int32)
@@ -170,11 +190,13 @@ class Rows(StandIn):
 
 
 def judged(head, tokens, memory=None):
-    """What a head and its model say of the same tokens of texts (B, T): for each step of the head raw logits
-    (B, N, V) of both, its own with gradients. The model's pass is computed once, and without them.
+    """What a head and its model say of the same tokens of texts (B, T): for each step of the head
+    raw logits (B, N, V) of both, its own with gradients. The model's pass is computed once, and
+    without them.
 
-    memory: a dict that keeps the states of each text, up to MEMORY bytes of them, so that a text that comes
-    again costs no pass. A head that reads the model's keys and values has no use for it."""
+    memory: a dict that keeps the states of each text, up to MEMORY bytes of them, so that a text
+    that comes again costs no pass. A head that reads the model's keys and values has
+    no use for it."""
     model, T = head.model, tokens.shape[1]
     taps = sorted({*head.taps, 2 * model.c.n_layers - 1})
 
@@ -188,15 +210,18 @@ def judged(head, tokens, memory=None):
         if memory is None or isinstance(head, (M2R2, Transfer)):
             states, cache = read(tokens)
         else:
-            states, cache = torch.cat([remembered(memory, row, read) for row in tokens.split(1)], 1), None
+            states = torch.cat([remembered(memory, row, read) for row in tokens.split(1)], 1)
+            cache = None
         trace = dict(zip(taps, states, strict=True))
         target = model.unembed(states[-1])                                      # (B, T, V)
-    for k, said in head.predict(tokens, trace, cache):  # row n is of the token k places after the next
+    # row n is of the token k places after the next
+    for k, said in head.predict(tokens, trace, cache):
         yield said, target[:, k : k + said.shape[1]]
 
 
 def remembered(memory, row, read):
-    """The states of one text (1, T), read alone, so that they do not depend on what is read beside it."""
+    """The states of one text (1, T), read alone, so that they do not depend on what
+    is read beside it."""
     key = row.cpu().numpy().tobytes()
     states = memory[key] if key in memory else read(row)[0]
     if states.nbytes * (1 + len(memory)) <= MEMORY:
@@ -210,28 +235,29 @@ def kl(logp, logq):
 
 
 def overlap(logp, logq):
-    """The distance |p - q|, which is twice the chance of a rejection, and a tenth of cross-entropy, without
-    which a q that gives p's tokens nothing would have no gradient (DeepSpec's DSpark, its loss.py)."""
+    """The distance |p - q|, which is twice the chance of a rejection, and a tenth of cross-entropy,
+    without which a q that gives p's tokens nothing would have no gradient
+    (DeepSpec's DSpark, its loss.py)."""
     p = logp.exp()
     return 0.9 * (p - logq.exp()).abs().sum(-1) - 0.1 * (p * logq).sum(-1)
 
 
 # of log p and log q (B, N, V) -> (B, N); how much less a step counts than the one before
-LOSSES = {"kl": (kl, 0.8), "overlap": (overlap, math.exp(-1 / 4))}     # Medusa, section 2.2.1; DSpark
+LOSSES = {"kl": (kl, 0.8), "overlap": (overlap, math.exp(-1 / 4))}  # Medusa, section 2.2.1; DSpark
 
 
 def losses(head, batch, memory=None, loss=kl):
-    """How far the head's distributions lie from the model's, as `loss` has it, at each step of the head,
-    averaged over the texts (B, T). For `memory` see `judged`."""
+    """How far the head's distributions lie from the model's, as `loss` has it, at each step of the
+    head, averaged over the texts (B, T). For `memory` see `judged`."""
     return [loss(target.float().log_softmax(-1), said.float().log_softmax(-1)).mean()
             for said, target in judged(head, batch, memory)]
 
 
 @torch.no_grad()
 def evaluate(head, tokens, context, most):
-    """What a head is worth on the first `most` tokens, cut into windows: of each of its steps the "loss", the
-    "agreement" of its best token with the model's and the "overlap", the sum of min(p, q). "ranks": the
-    greedy acceptance of its first, second, ... guess, averaged over its steps."""
+    """What a head is worth on the first `most` tokens, cut into windows: of each of its steps the
+    "loss", the "agreement" of its best token with the model's and the "overlap", the sum of min(p,
+    q). "ranks": the greedy acceptance of its first, second, ... guess, averaged over its steps."""
     windows, total = corpus.windows(tokens, context, most, context).to(head.model.tok.device), 0.0
     for rows in windows.split(max(1, 1024 // context)):
         found = []
@@ -239,7 +265,8 @@ def evaluate(head, tokens, context, most):
             logp, logq = target.float().log_softmax(-1), said.float().log_softmax(-1)
             p, q = logp.exp(), logq.exp()
             ranks = rank_acceptance(to_probs(target), q, min(RANKS, q.shape[-1]))
-            far = (p * (logp - logq)).masked_fill(q == 0, 0.0).sum(-1).mean()   # of tokens that it may say
+            # of tokens that it may say
+            far = (p * (logp - logq)).masked_fill(q == 0, 0.0).sum(-1).mean()
             found.append([float(far), float(torch.minimum(p, q).sum(-1).mean()), *ranks])
         total = total + len(rows) * torch.tensor(found, dtype=torch.float64)
     loss, overlap, *ranks = (total / len(windows)).T.tolist()       # lists over the steps
@@ -252,13 +279,15 @@ class Run(train.Run):
 
     def __init__(self, a, model, text, device):
         self.model, self.head, self.vocab = model, build(a, model), None
-        self.memory = {} if device.type == "cpu" else None      # on a GPU reading is faster than that
+        self.memory = {} if device.type == "cpu" else None  # on a GPU reading is faster than that
         self.taught = copy.copy(self.head)  # with --vocab it and its model say only those tokens
         if a.start:
-            self.head.weights.load_state_dict(heads.load(a.start, model, KINDS).weights.state_dict())
+            self.head.weights.load_state_dict(heads.load(a.start, model,
+                                                         KINDS).weights.state_dict())
         if a.vocab:
             kept = a.start and cli.read_beside(Path(a.start) / VOCAB, read_json)
-            self.vocab = kept or most_frequent([row.tolist() for row in text.train.values()], a.vocab)
+            self.vocab = kept or most_frequent([row.tolist() for row in text.train.values()],
+                                               a.vocab)
             rows = ShortHead(model, self.vocab["ids"]).rows
             for part in {"model", "own"} & vars(self.head).keys():
                 setattr(self.taught, part, Rows(getattr(self.head, part), rows))
@@ -272,7 +301,8 @@ class Run(train.Run):
         batch = self.text.batch(a.seed, self.step, a.batch, a.context - 1, grid=a.context)
         measure, fade = LOSSES[a.loss]
         found = losses(self.taught, batch.long().to(self.device), self.memory, measure)
-        loss = sum(fade**k * far for k, far in enumerate(found)) / sum(fade**k for k in range(len(found)))
+        loss = (sum(fade**k * far for k, far in enumerate(found))
+                / sum(fade**k for k in range(len(found))))
         self.update(loss + self.taught.besides() if isinstance(self.taught, M2R2) else loss)
         self.losses.append([sum(loss.item() for loss in found) / len(found), None, None])
 

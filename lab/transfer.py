@@ -1,5 +1,5 @@
-"""Hidden Transfer (arXiv 2404.12022): pseudo states of the tokens to come, which run through the upper
-blocks. By our tables Medusa and EAGLE gain more."""
+"""Hidden Transfer (arXiv 2404.12022): pseudo states of the tokens to come, which run through the
+upper blocks. By our tables Medusa and EAGLE gain more."""
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,10 +18,10 @@ def own_weights(model, **tensors):
 
 
 class TransferDraft(MedusaDraft):
-    """In the paper drafting and verifying are one pass, in which the pseudo states ride along with each token
-    of the block. Here those of the last token read take a pass of their own through the upper blocks: they
-    stand where the next tokens will, see what that token sees and those before them, and what they write is
-    overwritten by the verification of the same round."""
+    """In the paper drafting and verifying are one pass, in which the pseudo states ride along with
+    each token of the block. Here those of the last token read take a pass of their own through the
+    upper blocks: they stand where the next tokens will, see what that token sees and those before
+    them, and what they write is overwritten by the verification of the same round."""
 
     def last(self, state):
         """The final states of each row's pseudo states. (B, N, dim)"""
@@ -31,28 +31,34 @@ class TransferDraft(MedusaDraft):
         else:
             x = head.model.embed(state.read((state.n[:, None] - 2).clamp(min=0)))
         rows, first = head.spread(x)[:, 0, :N], 2 * head.shape["inject_layer"]  # (B, N, dim)
-        return head.model.run(rows, state.span(0, N), state.cache, range(first, 2 * head.model.c.n_layers))
+        return head.model.run(rows, state.span(0, N), state.cache,
+                              range(first, 2 * head.model.c.n_layers))
 
 
 class Transfer(Head):
-    """Hidden Transfer (arXiv 2404.12022): linear maps of a token's state after block t make pseudo states of
-    the tokens to come, which run through the blocks above t, each one seeing what its token sees and those
-    before it. The model's own head says of pseudo state k the token k places after the next.
+    """Hidden Transfer (arXiv 2404.12022): linear maps of a token's state after block t make pseudo
+    states of the tokens to come, which run through the blocks above t, each one seeing what its
+    token sees and those before it. The model's own head says of pseudo state k the token k places
+    after the next.
 
-    t = 0 is a predicting stream of ProphetNet (arXiv 2001.04063), with a learnt embedding; t = L is a Medusa
-    head without its residual block. The pseudo states start as copies.
+    t = 0 is a predicting stream of ProphetNet (arXiv 2001.04063), with a learnt embedding; t = L is
+    a Medusa head without its residual block. The pseudo states start as copies.
     """
     kind, branches = "transfer", True
 
     def __init__(self, model, inject_layer, steps):
         L, dim = model.c.n_layers, model.c.dim
         if not 0 <= inject_layer <= L:
-            raise ValueError(f"the inject layer must lie between 0 and {L} (all blocks), got {inject_layer}")
-        self.model, self.shape, self.steps = model, {"inject_layer": inject_layer, "steps": steps}, steps
+            raise ValueError(f"the inject layer must lie between 0 and {L} (all blocks), got "
+                             f"{inject_layer}")
+        self.model = model
+        self.shape = {"inject_layer": inject_layer, "steps": steps}
+        self.steps = steps
         self.taps = [2 * inject_layer - 1] * (inject_layer > 0)
         self.weights = own_weights(model, matrix=torch.eye(dim).repeat(steps, 1, 1),
                                    bias=torch.zeros(steps, dim))
-        above = sum(weight_costs(model.c).sublayers[2 * inject_layer :])    # one pass of them for all rows
+        # one pass of them for all rows
+        above = sum(weight_costs(model.c).sublayers[2 * inject_layer :])
         self.price = Price(weights=(self.count() + above) / steps, longest=steps)
 
     def spread(self, x):
@@ -70,7 +76,8 @@ class Transfer(Head):
         at = riders(T, self.steps, tokens.device)
         hidden = masks(m, at.positions[:, T:], at.positions, at.tree[:, T:])
         at = Placement(at.positions[:, T:], at.slots[:, T:], 0, at.end)
-        x = m.bare().run(rows, at, ScratchTail(cache, 0, T), range(2 * t, 2 * m.c.n_layers), masks=hidden)
+        x = m.bare().run(rows, at, ScratchTail(cache, 0, T), range(2 * t, 2 * m.c.n_layers),
+                         masks=hidden)
         x = x.unflatten(1, (T, -1))                                             # (B, T, steps, dim)
         for k in range(1, self.steps + 1):
             yield k, m.unembed(x[:, :-k, k - 1])
@@ -80,11 +87,12 @@ class Transfer(Head):
 
 
 def riders(T, N, device=None):
-    """The Placement of T tokens and, after them, of N rows that ride along with each. These stand where the
-    next tokens will, and see what their token sees, themselves, and their token's rows before them.
+    """The Placement of T tokens and, after them, of N rows that ride along with each. These stand
+    where the next tokens will, and see what their token sees, themselves, and their token's rows
+    before them.
 
     >>> at = riders(2, 2)
-    >>> at.positions.tolist(), at.tree.int().tolist()[0][4:]                    # the rows of token 1
+    >>> at.positions.tolist(), at.tree.int().tolist()[0][4:]    # the rows of token 1
     ([[0, 1, 1, 2, 2, 3]], [[1, 1, 0, 0, 1, 0], [1, 1, 0, 0, 1, 1]])
     """
     token, row = torch.arange(T, device=device), torch.arange(T * N, device=device)

@@ -2,9 +2,10 @@
 
     python -m lab.verdict --model DIR --prompt "Once upon a time" ours.txt theirs.txt
 
-A file holds what was written after the prompt, as text or in .json as a list of token ids. What is compared
-are the ids of prompt and text together, because a token may cross the border between them. After "time" the
-text "s up" changes the prompt's last token. The two logits are those of the model in float64.
+A file holds what was written after the prompt, as text or in .json as a list of token ids. What is
+compared are the ids of prompt and text together, because a token may cross the border between them.
+After "time" the text "s up" changes the prompt's last token. The two logits are those of the model
+in float64.
 
 Exit status 0: equal, or a near-tie; 1: rounding does not explain it; 2: bad input.
 """
@@ -23,12 +24,14 @@ from support.stats import parting
 
 
 def parse(argv):
-    p = cli.Parser(description="Near-tie or bug? Of two texts that should be equal.", allow_abbrev=False)
-    p.add_argument("texts", nargs=2, metavar="FILE", help="a text that was written, or in .json its ids")
+    p = cli.Parser(description="Near-tie or bug? Of two texts that should be equal.",
+                   allow_abbrev=False)
+    p.add_argument("texts", nargs=2, metavar="FILE", help="a text that was written, or in .json "
+                   "its ids")
     p.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder")
     p.add_argument("--prompt", required=True, metavar="TEXT", help="what both texts continue")
-    p.add_argument("--dtype", choices=["bfloat16", "float16", "float32", "float64"], default="bfloat16",
-                   help="in which the engines computed (default: bfloat16)")
+    p.add_argument("--dtype", choices=["bfloat16", "float16", "float32", "float64"],
+                   default="bfloat16", help="in which the engines computed (default: bfloat16)")
     return p.parse_args(argv)
 
 
@@ -56,23 +59,25 @@ def run(argv):
         with guarded(path):
             found.append(ids_of(path, a.prompt, encode))
     check_prompts(model, found, 1, a.texts)
-    prompt = os.path.commonprefix([encode(a.prompt), *found])   # all but a token that crosses the border
+    # all but a token that crosses the border
+    prompt = os.path.commonprefix([encode(a.prompt), *found])
     ours, theirs = (ids[len(prompt) :] for ids in found)
     if ours == theirs:
         print(f"equal: {len(ours)} tokens")
         return 0
     if not prompt:
-        raise ValueError(f"the texts change the first token of the prompt {a.prompt!r}, and nothing comes "
-                         "before it: name a longer prompt")
+        raise ValueError(f"the texts change the first token of the prompt {a.prompt!r}, and "
+                         "nothing comes before it: name a longer prompt")
     d = parting(model, prompt, ours, theirs, getattr(torch, a.dtype))
     words = [tokenizer.decode([i]) for i in d["ids"]]
     if len(words) < 2:
-        print(f"after {d['position']} equal tokens one text ends, and the other goes on with {words[0]!r}")
+        print(f"after {d['position']} equal tokens one text ends, and the other goes on with "
+              f"{words[0]!r}")
         return 1
     verdict = "a near-tie" if d["near_tie"] else "NOT a near-tie: one of the two is wrong"
-    print(f"after {d['position']} equal tokens {words[0]!r} and {words[1]!r} follow. The less likely lies "
-          f"{d['gap']:.3g} below the best logit; rounding in {a.dtype} explains up to {d['rounding']:.2g}: "
-          f"{verdict}")
+    print(f"after {d['position']} equal tokens {words[0]!r} and {words[1]!r} follow. The less "
+          f"likely lies {d['gap']:.3g} below the best logit; rounding in {a.dtype} explains up to "
+          f"{d['rounding']:.2g}: {verdict}")
     return int(not d["near_tie"])
 
 

@@ -25,8 +25,8 @@
 #define STEP 64         // weights that are read together
 #define AHEAD 4096      // bytes between what is prefetched and what is used
 #define CACHE 32768     // bytes of x that the first cache holds. Longer rows are cut into pieces:
-#define PIECE 1024      // so many numbers of each row stay there,
-#define OUTPUTS 8       // while so many outputs use them
+#define PIECE 1024      // the numbers of each row that stay there, while
+#define OUTPUTS 8       // these outputs use them in turn
 #define INLINE static inline __attribute__((always_inline))
 
 // Vectors, which the compiler turns into the processor's own. They may begin at any address.

@@ -177,7 +177,7 @@ def quantised(twin, c, costs):
         return (c * costs.whole + whole(n) - whole(costs.context)) / whole(n)
 
     rule = Calibrated(prior=0.9, tests=KNOWN)
-    return Arm("few bits", SelfDraft(twin, every, rule), by_token(price))
+    return Arm("quantised copy", SelfDraft(twin, every, rule), by_token(price))
 
 
 def smaller(model, c, costs):

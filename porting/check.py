@@ -73,21 +73,25 @@ def differ(want, got, tolerance, errors, where="", size=1.0):
             return differ_tensor(want, got, tolerance, errors, where)
         if missing := misspelt(want, got, where):
             return missing
-        return first(differ(value, got.get(key), tolerance, errors, f"{where}.{key}" if where else key, size)
+        return first(differ(value, got.get(key), tolerance, errors,
+                            f"{where}.{key}" if where else key, size)
                      for key, value in want.items())
     if isinstance(want, list):
         if not isinstance(got, list):
             return f"{where}: expected {len(want)} entries: {brief(want)}; got {brief(got)}"
         pairs = enumerate(zip(want, got))  # noqa: B905
-        return first(differ(a, b, tolerance, errors, f"{where}[{i}]", size) for i, (a, b) in pairs) or (
+        return first(differ(a, b, tolerance, errors, f"{where}[{i}]", size)
+                     for i, (a, b) in pairs) or (
             None if len(got) == len(want) else
-            f"{where}: expected {len(want)} entries: {brief(want)}; got {len(got)} entries: {brief(got)}")
+            f"{where}: expected {len(want)} entries: {brief(want)}; "
+            f"got {len(got)} entries: {brief(got)}")
     if isinstance(want, float):
         if not is_number(got) or not math.isfinite(got):
             return f"{where}: expected the number {want:.9g}, got {brief(got)}{cause(got)}"
         error = abs(got - want) / max(size, abs(want))
         if error > tolerance:
-            return f"{where}: expected {want:.9g}, got {got:.9g}, which is {abs(got - want):.2g} off"
+            return (f"{where}: expected {want:.9g}, got {got:.9g}, "
+                    f"which is {abs(got - want):.2g} off")
         errors.append(error)
     elif got != want or isinstance(got, bool) != isinstance(want, bool):    # in Python True == 1
         return f"{where}: expected {want}, got {brief(got)}{cause(got)}"
@@ -149,7 +153,8 @@ def differ_print(want, got, count, tolerance, errors, where):
     result of a subtraction, so its rounding error is relative to theirs. The error of a sum is
     relative to all of them."""
     sizes = {"sum": want["magnitudes"], "magnitudes": 1.0, "values": want["magnitudes"] / count}
-    return first(differ(want[key], got.get(key), tolerance, errors, f"{where}.{key}", max(1.0, size))
+    return first(differ(want[key], got.get(key), tolerance, errors, f"{where}.{key}",
+                        max(1.0, size))
                  for key, size in sizes.items())
 
 
@@ -241,7 +246,8 @@ def rolled(request, expect, folder):
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             first, last = entry["data_offsets"]
             cut = start + last - by * ((last - first) // V)
-            blob[start + first : start + last] = blob[cut : start + last] + blob[start + first : cut]
+            blob[start + first : start + last] = (
+                blob[cut : start + last] + blob[start + first : cut])
     (folder / "model.safetensors").write_bytes(blob)
 
     def rename(ids):
@@ -311,10 +317,12 @@ def end(port):
 def ask(command, requests, seconds):
     """{number: answer}, and what else went wrong, in words; None if nothing did."""
     with tempfile.TemporaryFile() as questions:
-        questions.write("".join(json.dumps(absolute(request)) + "\n" for request in requests).encode())
+        lines = "".join(json.dumps(absolute(request)) + "\n" for request in requests)
+        questions.write(lines.encode())
         questions.seek(0)
         try:
-            port = subprocess.Popen(command, stdin=questions, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            port = subprocess.Popen(command, stdin=questions, stdout=subprocess.PIPE,
+                                    stderr=subprocess.PIPE,
                                     start_new_session=True)     # a group of its own, for `end`
         except OSError as e:
             here = f"; did you mean ./{command[0]}?" * Path(command[0]).is_file()
@@ -423,7 +431,8 @@ def only_form(expect, answer):
 def matrix(cases, verdicts):
     lines = []
     for step, name in enumerate(STEPS, 1):
-        marks = [f"{number} {'ok' if verdicts[number] is None else 'NO' if verdicts[number] else '--'}"
+        marks = [f"{number} "
+                 f"{'ok' if verdicts[number] is None else 'NO' if verdicts[number] else '--'}"
                  for number, (request, _) in cases.items() if request["step"] == step]
         for i in range(0, len(marks), 9):
             lines.append(f"{f'{step} {name}' if i == 0 else '':21}" + "   ".join(marks[i : i + 9]))
@@ -464,7 +473,8 @@ def first_difference(cases, verdicts, answers):
                      'A tensor is {"shape": [...], "data": [...]}.')
     elif names := named(number, expect, answers[number], refuted):
         lines += [f"    This very answer comes out if {name}." for name in names]
-    elif spent := spent_otherwise(expect["answer"], answers[number], verdicts[number], expect["tolerance"]):
+    elif spent := spent_otherwise(expect["answer"], answers[number], verdicts[number],
+                                  expect["tolerance"]):
         lines.append(f"    Uniforms are spent in another order: {spent}")
     elif expect["catches"] not in refuted:
         lines.append(f"    Usually: {expect['catches']}.")
@@ -499,16 +509,21 @@ def report_exact(answers):
 
 def parse(argv):
     a = argparse.ArgumentParser(description="Compare a port with the traces.")
-    a.add_argument("--case", type=int, action="append", metavar="N", help="only this case; may be repeated")
-    a.add_argument("--to", type=int, default=10, metavar="STEP", help="only the cases of steps 1 to STEP")
-    a.add_argument("--core", action="store_true", help="no cases of trees, and none on weights/stories-llama")
+    a.add_argument("--case", type=int, action="append", metavar="N",
+                   help="only this case; may be repeated")
+    a.add_argument("--to", type=int, default=10, metavar="STEP",
+                   help="only the cases of steps 1 to STEP")
+    a.add_argument("--core", action="store_true",
+                   help="no cases of trees, and none on weights/stories-llama")
     a.add_argument("--stories", action="store_true", help="only the cases on weights/stories-llama")
     a.add_argument("--bfloat16", action="store_true", help="steps 2 to 6 in bfloat16, bit by bit")
     a.add_argument("--exact", action="store_true", help="has a token the same bits in every block?")
-    a.add_argument("--seconds", type=float, default=300, help="stop the port after this time (default 300)")
+    a.add_argument("--seconds", type=float, default=300,
+                   help="stop the port after this time (default 300)")
     a.add_argument("--tolerance", type=float,
                    help="replaces the tolerances of the traces, for half precision")
-    a.add_argument("command", nargs=argparse.REMAINDER, help="the port, such as ./my-port or python port.py")
+    a.add_argument("command", nargs=argparse.REMAINDER,
+                   help="the port, such as ./my-port or python port.py")
     args = a.parse_args(argv)
     if not args.command:
         a.error("name a port, such as ./my-port or python my_port.py")
@@ -520,7 +535,8 @@ def choose(args, folder):
     if args.bfloat16:
         return {n: case for n, case in read_half(TRACES).items()
                 if case[0]["step"] <= args.to and (not args.case or n in args.case)}
-    cases = ({} if args.stories else read_cases(TRACES)) | ({} if args.core else read_cases(STORIES))
+    core = {} if args.stories else read_cases(TRACES)
+    cases = core | ({} if args.core else read_cases(STORIES))
     cases = {n: case for n, case in sorted(cases.items()) if case[0]["step"] <= args.to
              and not (args.core and case[0]["trees"]) and (not args.case or n in args.case)}
     if not args.stories and args.to >= 9 and (not args.case or ROLLED in args.case):
@@ -552,7 +568,8 @@ def main(argv=None):
     verdicts, error = judge(cases, answers)
     print(matrix(cases, verdicts))
     passed = sum(verdict is None for verdict in verdicts.values())
-    print(f"{passed} of {len(cases)} cases pass (traces version {VERSION}; largest error {error:.1e})")
+    print(f"{passed} of {len(cases)} cases pass "
+          f"(traces version {VERSION}; largest error {error:.1e})")
     if trouble:
         print(f"The port: {trouble}")
     what = first_difference(cases, verdicts, answers)

@@ -2,7 +2,7 @@
 
     python porting/engine.py ./my-engine                  all of them
     python porting/engine.py --rule token ./my-engine     the cases of one rule; may be repeated
-    python porting/engine.py --texts 20000 ./my-engine    judge an engine with noise of its own by many texts
+    python porting/engine.py --texts 20000 ./my-engine    judge an engine with noise of its own
 
 An engine is any program that reads one JSON case per line and prints one answer per line, as in
 check.py. It needs no model: p, q, the drafted tokens and the uniforms are given. README.md, "Only
@@ -76,7 +76,8 @@ def law_of(case, answers):
         for rest in itertools.product(range(len(p[0])), repeat=len(p) - len(text)):
             law[text + rest] += chance * chance_of(rest, p[len(text) :])
     texts = itertools.product(range(len(p[0])), repeat=len(p))
-    return {"off": sum(abs(law[text] - chance_of(text, p)) for text in texts) / 2, "accepted": accepted}
+    off = sum(abs(law[text] - chance_of(text, p)) for text in texts) / 2
+    return {"off": off, "accepted": accepted}
 
 
 def parents_of(case):
@@ -147,8 +148,8 @@ def differ(case, got):
         return ", ".join(f"{key}: expected {want[key]}, got {got[key]}" for key in wrong)
     if got["off"] > EXACT:
         return f"the text has another law: it is off by {got['off']:.4f}, in total variation"
-    return (f"the law of the text is right, but {got['accepted']:.4f} drafted tokens are accepted on "
-            f"average, not {want['accepted']:.4f}")
+    return (f"the law of the text is right, but {got['accepted']:.4f} drafted tokens "
+            f"are accepted on average, not {want['accepted']:.4f}")
 
 
 def judge(cases, answers):
@@ -167,7 +168,8 @@ def explain(cases, mistakes, found):
     def names(chosen):
         fitting = []
         for i, mistake in enumerate(mistakes):
-            rows = [(case["wrong"].get(str(i), case["answer"]), found[case["case"]][0]) for case in chosen]
+            rows = [(case["wrong"].get(str(i), case["answer"]), found[case["case"]][0])
+                    for case in chosen]
             if all(got and alike(want, got) for want, got in rows):
                 fitting.append(mistake)
         return fitting
@@ -294,7 +296,8 @@ def main(argv=None):
     a.add_argument("--rule", action="append", choices=RULES, help="only this rule; may be repeated")
     a.add_argument("--texts", type=int, metavar="N",
                    help="for an engine with noise of its own: N texts of each law, no uniforms")
-    a.add_argument("--seconds", type=float, default=300, help="stop the engine after this time (default 300)")
+    a.add_argument("--seconds", type=float, default=300,
+                   help="stop the engine after this time (default 300)")
     a.add_argument("command", nargs=argparse.REMAINDER, help="the engine, such as ./my-engine")
     args = a.parse_args(argv)
     if not args.command:

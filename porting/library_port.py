@@ -87,7 +87,8 @@ def tree_margin(p, tokens, parents, q):
     exactly 0."""
     rest, found = p.double().clone(), [1.0]
     for k, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        drawn = torch.zeros_like(rest[0]).index_fill_(0, torch.tensor(token), 1.0) if q is None else q[k]
+        drawn = (torch.zeros_like(rest[0]).index_fill_(0, torch.tensor(token), 1.0)
+                 if q is None else q[k])
         less = (rest[parent] - drawn).clamp(min=0)
         if less.sum() > 0:
             found.append(float(less.sum()))
@@ -100,7 +101,8 @@ class Watch(Coins):
 
     def __init__(self, seed=0):
         super().__init__(seed)
-        self.spent, self.margin = [], math.inf  # [(kind, uniforms, chances or chosen)], the smallest
+        self.spent = []         # [(kind, uniforms, chances or chosen)]
+        self.margin = math.inf  # the smallest
 
     def note(self, margin):
         self.margin = min(self.margin, margin)
@@ -112,7 +114,8 @@ class Watch(Coins):
     def flip(self, prob):
         passed = super().flip(prob)
         if prob.numel():
-            self.note(float((self.taken.view(prob.shape) - prob.nan_to_num(-1.0).clamp(max=1)).abs().min()))
+            capped = prob.nan_to_num(-1.0).clamp(max=1)
+            self.note(float((self.taken.view(prob.shape) - capped).abs().min()))
         self.spent.append(("flip", self.taken.tolist(), prob))
         return passed
 
@@ -134,7 +137,8 @@ def weights(r, dtype, coins):
 
 def norm(r, dtype, coins):
     w = unpack(r["weight"], dtype)
-    layer = RMSNorm(Config(1, 1, 1, 1, 1, 2, 1, norm_eps=r["eps"], norm_offset=r["offset"]), len(w)).to(dtype)
+    config = Config(1, 1, 1, 1, 1, 2, 1, norm_eps=r["eps"], norm_offset=r["offset"])
+    layer = RMSNorm(config, len(w)).to(dtype)
     layer.weight.data.copy_(w)
     return {"y": pack(layer(unpack(r["x"], dtype)).detach())}
 
@@ -232,7 +236,8 @@ def choose(r, dtype, coins):
 
 def verify(r, dtype, coins):
     p, q = (None if r[name] is None else unpack(r[name], dtype)[None] for name in ("p", "q"))
-    tokens, coins.pool = torch.tensor([r["draft"]]), torch.tensor(r["uniforms"], dtype=torch.float64)
+    tokens = torch.tensor([r["draft"]])
+    coins.pool = torch.tensor(r["uniforms"], dtype=torch.float64)
     if r["parents"] is None:
         accepted, token = verification.verify(p, q, tokens, coins)
         return {"accepted": int(accepted), "token": int(token)}
@@ -281,12 +286,15 @@ def rounds(r, dtype, coins):
         return p[-1]
 
     notes, lines = Notes(drafter_of(r, m)), []
-    for _, outcome in speculative.rounds(m, r["prompts"], r["max_new"], notes, probs, coins, r["eos"]):
+    for _, outcome in speculative.rounds(m, r["prompts"], r["max_new"], notes, probs, coins,
+                                         r["eos"]):
         *drawn, last = coins.spent
         flips = [spent for spent in drawn if spent[0] == "flip"]
-        rows = [row_of(notes, outcome, p[-1], coins, b, flips, last) for b in range(len(r["prompts"]))]
+        rows = [row_of(notes, outcome, p[-1], coins, b, flips, last)
+                for b in range(len(r["prompts"]))]
         names = next(row for row in rows if row)
-        lines.append({"round": len(lines), **{name: [row and row[name] for row in rows] for name in names},
+        lines.append({"round": len(lines),
+                      **{name: [row and row[name] for row in rows] for name in names},
                       "u_draft": [u for kind, us, _ in drawn if kind == "choose" for u in us],
                       "u_flip": [u for s in flips for u in s[1]], "u_next": last[1]})
         coins.spent = []
@@ -369,10 +377,12 @@ def race_rounds(r, dtype, coins):
 
 
 OPS = dict(
-    frequencies=lambda r, *_: {"freqs": pack(model.frequencies(r["head_dim"], r["theta"], r["scaling"]))},
+    frequencies=lambda r, *_: {
+        "freqs": pack(model.frequencies(r["head_dim"], r["theta"], r["scaling"]))},
     softcap=lambda r, dtype, _: {"y": pack(model.softcap(unpack(r["x"], dtype), r["cap"]))},
     weights=weights, norm=norm, rotate=turn, visible=visible, attend=attend, sublayer=sublayer,
-    forward=forward, blocks=blocks, uniforms=uniforms, probs=probs, choose=choose, verify=verify, ngram=ngram,
+    forward=forward, blocks=blocks, uniforms=uniforms, probs=probs, choose=choose, verify=verify,
+    ngram=ngram,
     rounds=rounds, race=race, race_rounds=race_rounds)
 
 

@@ -26,7 +26,8 @@ MARGIN = 1e-4
 ENGINE_MARGIN = 1e-3
 MAY_FAIL = {"verification.py": ["token", "block"], "methods/trees.py": ["tree"],
             "porting/library_engine.py": ["race", "match"]}     # others: "race"
-TOLERANCE = [1e-6, 1e-5, 1e-5, 1e-5, 1e-5, 1e-4, 1e-4, 1e-5, 1e-3, 1e-3]  # of a new case, by its step
+# of a new case, by its step
+TOLERANCE = [1e-6, 1e-5, 1e-5, 1e-5, 1e-5, 1e-4, 1e-4, 1e-5, 1e-3, 1e-3]
 
 
 def is_exact(request):
@@ -35,7 +36,8 @@ def is_exact(request):
     if "rule" in request:
         chances = [request["p"], request["q"], request["uniforms"]]
         return all(x * 8 % 1 == 0 for x in check.numbers(chances))
-    return (request["op"] in ("choose", "verify") and all(x * 8 % 1 == 0 for x in check.numbers(request))
+    return (request["op"] in ("choose", "verify")
+            and all(x * 8 % 1 == 0 for x in check.numbers(request))
             or request["op"] == "probs" and len(set(request["logits"]["data"])) == 1)
 
 
@@ -64,9 +66,11 @@ def write(folder, out, brief=False):
         number = request["case"]
         told, margin = answer(request)
         if margin < MARGIN and not is_exact(request):
-            raise SystemExit(f"case {number}: its closest decision is within {margin:.1e} of another")
-        lines.append(earlier.get(number) or {"case": number, "catches": "say here which mistake it catches",
-                                             "tolerance": TOLERANCE[request["step"] - 1]})
+            raise SystemExit(f"case {number}: its closest decision is within {margin:.1e} "
+                             "of another")
+        lines.append(earlier.get(number) or {
+            "case": number, "catches": "say here which mistake it catches",
+            "tolerance": TOLERANCE[request["step"] - 1]})
         lines[-1]["margin"] = None if margin == float("inf") else round(margin, 6)
         if "words" in request:
             ids = request["prompts"][0] + [t for r in told["rounds"] for t in r["new"][0]]
@@ -94,11 +98,14 @@ def write_mistakes(out):
     for scope, old, new, mistake in MISTAKES:
         for number, wrong in answers(wrong_port(scope, old, new), requests).items():
             expect = cases[number][1]
-            if check.differ(expect["answer"], json.loads(json.dumps(wrong)), expect["tolerance"], []):
-                told, right = (check.print_of(x, sorted(expect["answer"])) for x in (wrong, expect["answer"]))
+            said = json.loads(json.dumps(wrong))
+            if check.differ(expect["answer"], said, expect["tolerance"], []):
+                told, right = (check.print_of(x, sorted(expect["answer"]))
+                               for x in (wrong, expect["answer"]))
                 if not check.alike(told, right, expect["tolerance"]):
                     lines.append({"case": number, "mistake": mistake, "print": told})
-        print(f"{sum(line['mistake'] == mistake for line in lines):3} cases name it: {mistake}", flush=True)
+        print(f"{sum(line['mistake'] == mistake for line in lines):3} cases name it: {mistake}",
+              flush=True)
     write_lines(out / "mistakes.jsonl", lines)
 
 
@@ -128,7 +135,8 @@ def write_engine(cases):
     for case in cases:
         case["margin"] = round(engine_margin(case), 6)
         if case["margin"] < ENGINE_MARGIN and not is_exact(case):
-            raise SystemExit(f"case {case['case']}: its closest decision is within {case['margin']}")
+            raise SystemExit(f"case {case['case']}: its closest decision is within "
+                             f"{case['margin']}")
         case["answer"] = engine_answer(case)
         case["wrong"] = {}
     for i, (file, *change, mistake) in enumerate(ENGINES):
@@ -137,15 +145,18 @@ def write_engine(cases):
             got = engine_answer(case, reply)
             if got and not engine.alike(case["answer"], got):
                 case["wrong"][str(i)] = got
-        print(f"{sum(str(i) in case['wrong'] for case in cases):3} cases name it: {mistake}", flush=True)
+        print(f"{sum(str(i) in case['wrong'] for case in cases):3} cases name it: {mistake}",
+              flush=True)
     mistakes = json.dumps([mistake for *_, mistake in ENGINES])
     rows = ",\n".join(map(json.dumps, cases))
-    engine.CASES.write_text(f'{{"mistakes": {mistakes},\n"cases": [\n{rows}\n]}}\n', encoding="utf-8")
+    engine.CASES.write_text(f'{{"mistakes": {mistakes},\n"cases": [\n{rows}\n]}}\n',
+                            encoding="utf-8")
 
 
 def digest():
     """A digest of all files of the core traces. check.py holds it together with the version."""
-    files = sorted(p for p in check.TRACES.rglob("*") if p.is_file() and check.STORIES not in p.parents)
+    files = sorted(p for p in check.TRACES.rglob("*")
+                   if p.is_file() and check.STORIES not in p.parents)
     return hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()[:12]
 
 
@@ -157,7 +168,8 @@ def main(argv):
         write_half(check.TRACES)
         write_mistakes(check.TRACES)
         if digest() != check.DIGEST:
-            print(f"These are not the traces of version {check.VERSION}. If others have those, raise VERSION "
+            print(f"These are not the traces of version {check.VERSION}. "
+                  "If others have those, raise VERSION "
                   f"in porting/check.py. In any case write there: DIGEST = {digest()!r}")
     elif argv == ["stories"]:
         write(check.STORIES, check.STORIES, brief=True)

@@ -28,7 +28,8 @@ def read_weights(folder):
 
 def fingerprint(x):
     flat = x.astype(float).flatten().tolist()
-    return {"shape": list(x.shape), "sum": math.fsum(flat), "magnitudes": math.fsum(abs(v) for v in flat),
+    return {"shape": list(x.shape), "sum": math.fsum(flat),
+            "magnitudes": math.fsum(abs(v) for v in flat),
             "values": [flat[i * (len(flat) - 1) // 4] for i in range(5)]}
 
 
@@ -39,10 +40,12 @@ class Model:
         with open(f"{folder}/config.json") as file:
             c = json.load(file)
         self.w, self.gemma = read_weights(folder), c["model_type"] == "gemma2"
-        self.L, self.H, self.Hkv = c["num_hidden_layers"], c["num_attention_heads"], c["num_key_value_heads"]
-        self.D, self.eps, self.max_len = c["head_dim"], c["rms_norm_eps"], c["max_position_embeddings"]
+        self.L, self.H = c["num_hidden_layers"], c["num_attention_heads"]
+        self.Hkv, self.D = c["num_key_value_heads"], c["head_dim"]
+        self.eps, self.max_len = c["rms_norm_eps"], c["max_position_embeddings"]
         self.freqs = frequencies(self.D, c["rope_theta"], c.get("rope_scaling"))
-        self.offset, self.embed_scale = (1.0, math.sqrt(c["hidden_size"])) if self.gemma else (0.0, 1.0)
+        self.offset, self.embed_scale = (
+            (1.0, math.sqrt(c["hidden_size"])) if self.gemma else (0.0, 1.0))
         self.scale = (c["query_pre_attn_scalar"] if self.gemma else self.D) ** -0.5
         self.cap, self.last_cap = c.get("attn_logit_softcapping"), c.get("final_logit_softcapping")
         self.window = c["sliding_window"] if self.gemma else None
@@ -71,14 +74,16 @@ def rotate(x, positions, freqs):
     for t, position in enumerate(positions):
         for i, f in enumerate(freqs):
             one, other = i, i + len(freqs)
-            cos, sin, a, b = math.cos(position * f), math.sin(position * f), x[t, ..., one], x[t, ..., other]
+            cos, sin, a, b = (
+                math.cos(position * f), math.sin(position * f), x[t, ..., one], x[t, ..., other])
             y[t, ..., one], y[t, ..., other] = a * cos - b * sin, b * cos + a * sin
     return y
 
 
 def visible(positions, end, window):
     """mask[i][s]: does token i of the block see slot s? Without trees slot = position."""
-    return [[int(s <= own and (window is None or own - s < window)) for s in range(end)] for own in positions]
+    return [[int(s <= own and (window is None or own - s < window)) for s in range(end)]
+            for own in positions]
 
 
 def softcap(x, cap):
@@ -115,7 +120,8 @@ def attention(m, layer, x, first, at, cache, see):
 
 
 def mlp(m, layer, x):
-    gate, up, down = (m.w[f"model.layers.{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    gate, up, down = (m.w[f"model.layers.{layer}.mlp.{name}_proj.weight"]
+                      for name in ("gate", "up", "down"))
     gate, up = x @ gate.T, x @ up.T
     if m.gemma:     # gelu, its tanh approximation
         act = gate * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
@@ -158,14 +164,16 @@ def bits(seed, i):
 
 def to_probs(logits, temperature, top_k, top_p, min_p):
     """logits (V,) -> p (V,). Ties go to the lower id."""
-    p, order = np.zeros(len(logits)), sorted(range(len(logits)), key=lambda t: (-logits[t], t))[:top_k]
+    p, order = np.zeros(len(logits)), sorted(
+        range(len(logits)), key=lambda t: (-logits[t], t))[:top_k]
     if temperature == 0:
         p[order[0]] = 1.0
         return p
     kept = softmax(np.array([logits[t] for t in order], float) / temperature)
     before = np.cumsum(kept) - kept
     for i in range(len(kept)):
-        if top_p not in (None, 1) and before[i] >= top_p or min_p is not None and kept[i] < min_p * kept[0]:
+        if (top_p not in (None, 1) and before[i] >= top_p
+                or min_p is not None and kept[i] < min_p * kept[0]):
             kept[i] = 0
     p[order] = kept / kept.sum()
     return p
@@ -203,12 +211,14 @@ def propose(m, r, texts, left, caches, coins):
     drafts, q = [[] for _ in texts], [[] for _ in texts]
     if d["kind"] == "ngram":
         drafts = [lookup(text, d["n"], n) for text, n in zip(texts, most, strict=True)]
-        return drafts, [range(len(x)) for x in drafts], [[np.eye(V)[t] for t in x] for x in drafts], []
+        q = [[np.eye(V)[t] for t in x] for x in drafts]
+        return drafts, [range(len(x)) for x in drafts], q, []
     for k in range(max(most)):
         for b, text in enumerate(texts):
             spent.append(next(coins))           # also for a text that drafts fewer
             if k < most[b]:
-                logits = run(m, (text + drafts[b])[-1:], len(text) - 1 + k, caches[b], d["sublayers"])[0]
+                logits = run(m, (text + drafts[b])[-1:], len(text) - 1 + k, caches[b],
+                             d["sublayers"])[0]
                 q[b].append(to_probs(logits[0], **r["sampling"]))
                 drafts[b].append(choose(q[b][-1], spent[-1]))
     return drafts, [range(len(x)) for x in drafts], q, spent
@@ -321,23 +331,27 @@ def one_sublayer(r):
 def forward(r):
     m, tokens = Model(r["model"]), r["tokens"]
     logits, states = run(m, tokens, 0, np.zeros(m.shape, "f4"))
-    return {"embedded": pack(states[0]), "sublayers": [pack(x) for x in states[1:]], "logits": pack(logits)}
+    return {"embedded": pack(states[0]), "sublayers": [pack(x) for x in states[1:]],
+            "logits": pack(logits)}
 
 
 def blocks(r):
     m = Model(r["model"])
     cache = np.zeros(m.shape, "f4")
-    return {"logits": [pack(run(m, b["tokens"], b["first"], cache, b["sublayers"])[0]) for b in r["blocks"]]}
+    return {"logits": [pack(run(m, b["tokens"], b["first"], cache, b["sublayers"])[0])
+                       for b in r["blocks"]]}
 
 
 def judge(r):
-    p, q = tensor(r["p"]), np.eye(r["p"]["shape"][1])[r["draft"]] if r["q"] is None else tensor(r["q"])
+    p = tensor(r["p"])
+    q = np.eye(p.shape[1])[r["draft"]] if r["q"] is None else tensor(r["q"])
     accepted, token, _ = verify(p, q, r["draft"], r["uniforms"], r["uniforms"][-1])
     return {"accepted": accepted, "token": token}
 
 
 OPS = {
-    "weights": lambda r: {"tensors": {n: fingerprint(x) for n, x in read_weights(r["model"]).items()}},
+    "weights": lambda r: {
+        "tensors": {n: fingerprint(x) for n, x in read_weights(r["model"]).items()}},
     "norm": lambda r: {"y": pack(norm(tensor(r["x"]), tensor(r["weight"]), r["eps"], r["offset"]))},
     "frequencies": lambda r: {"freqs": pack(frequencies(r["head_dim"], r["theta"], r["scaling"]))},
     "rotate": lambda r: {"y": pack(rotate(tensor(r["x"]), r["positions"], r["freqs"]["data"]))},

@@ -34,12 +34,14 @@ def run_tree(m, tokens, first, parents, cache, sublayers=None):
     """numpy_port's `run` over the nodes of a tree: logits, and the positions of the nodes."""
     tree = ancestors(parents)
     at, slots = [first + sum(row) - 1 for row in tree], range(first, first + len(tokens))
-    return run(m, tokens, first, cache, sublayers, at, partial(visible, slots=slots, tree=tree))[0], at
+    seen = partial(visible, slots=slots, tree=tree)
+    return run(m, tokens, first, cache, sublayers, at, seen)[0], at
 
 
 def keep(cache, first, path):
     """Move the accepted nodes to the slots first, first + 1, ..."""
-    cache[:, :, :, [first + i for i in range(len(path))]] = cache[:, :, :, [first + node for node in path]]
+    cache[:, :, :, [first + i for i in range(len(path))]] = (
+        cache[:, :, :, [first + node for node in path]])
 
 
 def verify(p, q, draft, parents, flips, coin):
@@ -98,13 +100,15 @@ def blocks(r):
 
 
 def judge(r):
-    p, q = tensor(r["p"]), np.eye(r["p"]["shape"][1])[r["draft"]] if r["q"] is None else tensor(r["q"])
+    p = tensor(r["p"])
+    q = np.eye(p.shape[1])[r["draft"]] if r["q"] is None else tensor(r["q"])
     path, token, _ = verify(p, q, r["draft"], r["parents"], r["uniforms"], r["uniforms"][-1])
     return {"node": path[-1], "token": token}
 
 
 TREES = {
-    "visible": lambda r: {"mask": visible(r["positions"], r["end"], r["window"], r["slots"], r["tree"])},
+    "visible": lambda r: {
+        "mask": visible(r["positions"], r["end"], r["window"], r["slots"], r["tree"])},
     "blocks": blocks, "verify": judge, "rounds": lambda r: rounds(r, propose_tree, check_tree)}
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ ENGINES = [row[:5] for row in ROWS if row.file != "porting/numpy_port.py"]
 def wrong_engine(file, scope, old, new):
     """`library_engine.answer` with a mistake in one function of the library or of itself."""
     space = {"__name__": "engine", "__file__": str(ROOT / "porting" / "library_engine.py")}
-    exec(compile(change((ROOT / file).read_text(encoding="utf-8"), scope, old, new), file, "exec"), space)
+    source = change((ROOT / file).read_text(encoding="utf-8"), scope, old, new)
+    exec(compile(source, file, "exec"), space)
     if "answer" in space:
         return space["answer"]
     return partial(answer, rules={rule: space.get(f.__name__, f) for rule, f in RULES.items()})

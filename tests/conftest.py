@@ -1,5 +1,5 @@
-"""Where there is no GPU, a test that asks for the device "cuda" runs on a simulated one. And the models
-and texts that most tests of drafters share."""
+"""Where there is no GPU, a test that asks for the device "cuda" runs on a simulated one. And the
+models and texts that most tests of drafters share."""
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -8,20 +8,24 @@ import pytest
 import torch
 from paper_gpu import PaperGPU
 
-# trap: `tiny` imports the library, so fixtures import it: what cannot be imported fails a test, not pytest
+# trap: `tiny` imports the library, so fixtures import it:
+# what cannot be imported fails a test, not pytest
 pytest.register_assert_rewrite("promises")    # their asserts tell as much as those of tests
 
 
 def pytest_configure():
-    if "PYTEST_XDIST_WORKER" in os.environ:     # one of several that share the cores: their threads, and
-        torch.set_num_threads(1)                # those of the programs they start, would wait for each other
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # one of several that share the cores: their threads, and those of the programs they
+        # start, would wait for each other
+        torch.set_num_threads(1)
         os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     params = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    paper = not torch.cuda.is_available() and any(isinstance(p, str) and p == "cuda" for p in params)
+    paper = not torch.cuda.is_available() and any(isinstance(p, str) and p == "cuda"
+                                                  for p in params)
     with PaperGPU() if paper else nullcontext():
         return (yield)
 
@@ -40,7 +44,8 @@ def truth():
 
     models = {family: make(c) for family, c in LIVELY.items()}
     rows = {family: [oracle(m, p, 40) for p in PROMPTS] for family, m in models.items()}
-    assert min(len(set(row)) for row in rows["llama"] + rows["gemma2"]) > 8, "dull texts prove little"
+    assert min(len(set(row)) for row in rows["llama"] + rows["gemma2"]) > 8, (
+        "dull texts prove little")
     return rows
 
 

@@ -1,8 +1,9 @@
 """Plausible mistakes, each with the test that must notice it: a test of the tests.
 
-    python tests/mistakes.py [WORDS]    plant one mistake at a time in a copy of its file and run only its
-                                        test; with words, only rows with one of them in their file,
-                                        function or reason
+    python tests/mistakes.py [WORDS]
+
+It plants one mistake at a time in a copy of its file and runs only its test; with words, only the
+rows that have one of them in their file, function or reason.
 
 The mistakes stand in mistakes.txt, and exercises/cuts.py plants them. Those in functions that are
 exercises stand in exercises/wrong.txt, where the grader's message must also name them.
@@ -65,7 +66,8 @@ def plant(m, folder):
     """Write the file of a mistake, with the mistake in it, below `folder`."""
     source, path = (Path(root, m.file) for root in (ROOT, folder))
     path.parent.mkdir(exist_ok=True)
-    path.write_text(change(source.read_text(encoding="utf-8"), m.scope, m.old, m.new), encoding="utf-8")
+    path.write_text(change(source.read_text(encoding="utf-8"), m.scope, m.old, m.new),
+                    encoding="utf-8")
 
 
 def check(tests):
@@ -92,7 +94,8 @@ def main(words):
     chosen = [m for m in MISTAKES
               if not words or any(word in f"{m.file} {m.scope} {m.why}" for word in words)]
     context, failed = multiprocessing.get_context("forkserver"), []
-    context.set_forkserver_preload(["torch", "tokenizers", "pytest"])       # imported once, not for every row
+    # imported once, not for every row
+    context.set_forkserver_preload(["torch", "tokenizers", "pytest"])
     with ProcessPoolExecutor(WORKERS, context) as pool:
         failed += [why for why in pool.map(check, [sorted({m.shown for m in chosen})[i::WORKERS]
                                                    for i in range(WORKERS)]) if why]

@@ -1,6 +1,7 @@
-"""A simulated GPU, for a torch without CUDA: its tensors say they are on CUDA and keep their data on the CPU.
-Every call of torch passes `__torch_function__`: ours refuses a mix of devices, and counts operations and
-waits. It cannot see kernels, streams, capture and timing, nor where CUDA rounds differently from a CPU."""
+"""A simulated GPU, for a torch without CUDA: its tensors say they are on CUDA and keep their data
+on the CPU. Every call of torch passes `__torch_function__`: ours refuses a mix of devices, and
+counts operations and waits. It cannot see kernels, streams, capture and timing,
+nor where CUDA rounds differently from a CPU."""
 import sys
 import time
 from contextlib import ExitStack
@@ -16,10 +17,13 @@ from torch.utils._pytree import tree_map
 ROOT = Path(__file__).resolve().parent.parent
 FACTS = {Tensor.device.__get__: torch.device("cuda", 0), Tensor.is_cuda.__get__: True,
          Tensor.is_cpu.__get__: False}
-MENTIONS = {torch.device, torch._C._nn._parse_to, torch._has_compatible_shallow_copy_type}  # use no values
-COPIES = {Tensor.to, Tensor.cpu, Tensor.copy_, torch.tensor, torch.as_tensor}  # from one device to another
+# these use no values
+MENTIONS = {torch.device, torch._C._nn._parse_to, torch._has_compatible_shallow_copy_type}
+# these copy from one device to another
+COPIES = {Tensor.to, Tensor.cpu, Tensor.copy_, torch.tensor, torch.as_tensor}
+# these depend on values
 ANSWERS = {"tolist", "item", "nonzero", "argwhere", "equal", "allclose", "masked_select", "unique",
-           "bincount", "__bool__", "__int__", "__float__", "__index__", "__contains__"}   # depend on values
+           "bincount", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 
 
 class Paper(Tensor):
@@ -52,17 +56,19 @@ def device_name(x):
 
 
 def asks(name, args):
-    """Does this call make the host wait for values? So does an index that is a mask, since only the values
-    tell how many are picked, and one that is a list, since it is first copied to the device."""
+    """Does this call make the host wait for values? So does an index that is a mask, since only the
+    values tell how many are picked, and one that is a list,
+    since it is first copied to the device."""
     index = args[1] if name == "__getitem__" else ()
-    return name in ANSWERS or any(isinstance(i, list) or isinstance(i, Tensor) and i.dtype == torch.bool
+    return name in ANSWERS or any(isinstance(i, list) or isinstance(i, Tensor)
+                                  and i.dtype == torch.bool
                                   for i in (index if isinstance(index, tuple) else (index,)))
 
 
 class PaperGPU(TorchFunctionMode):
-    """`with PaperGPU() as gpu:` there is a CUDA device. gpu.operations: how many tensor operations each
-    device ran, without views; gpu.waits: for each time that the host waited for the GPU, which line of this
-    repository called what, such as "speculative.py:210 item"."""
+    """`with PaperGPU() as gpu:` there is a CUDA device. gpu.operations: how many tensor operations
+    each device ran, without views; gpu.waits: for each time that the host waited for the GPU, which
+    line of this repository called what, such as "speculative.py:210 item"."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +81,8 @@ class PaperGPU(TorchFunctionMode):
             get_device_name=lambda device: "a GPU on paper",
             synchronize=lambda device=None: self.wait("synchronize"),
             set_sync_debug_mode=partial(setattr, self, "sync_debug_mode")))
-        # trap: by default a module that moves keeps its parameters, and so their type, and swaps their data
+        # trap: by default a module that moves keeps its parameters, and so their type,
+        # and swaps their data
         self.patches.callback(future.set_overwrite_module_params_on_conversion,
                               future.get_overwrite_module_params_on_conversion())
         future.set_overwrite_module_params_on_conversion(True)
@@ -98,9 +105,11 @@ class PaperGPU(TorchFunctionMode):
         if here and func in FACTS:
             return FACTS[func]
         if here and name in ("numpy", "__array__"):
-            raise TypeError("a tensor on CUDA cannot become an array of numpy: copy it to the CPU first")
+            raise TypeError("a tensor on CUDA cannot become an array of numpy: copy it to the CPU "
+                            "first")
         stand_in = next((x for x in leaves if isinstance(x, torch.nn.Module)), None)
-        if stand_in is not None:    # machine/quant.py: what it does in place of this call is seen one by one
+        # machine/quant.py: what it does in place of this call is seen one by one
+        if stand_in is not None:
             super().__enter__()
             try:
                 return stand_in.__torch_function__(func, types, args, kwargs)
@@ -110,7 +119,8 @@ class PaperGPU(TorchFunctionMode):
         if func in COPIES:
             goes = self.copy(func, args, kwargs, tensors, named)
         elif here and any(t.dim() > 0 and not isinstance(t, Paper) for t in tensors):
-            raise RuntimeError(f"{name}: all tensors must be on one device, not on cuda and the cpu at once")
+            raise RuntimeError(f"{name}: all tensors must be on one device, not on cuda and the "
+                               "cpu at once")
         elif here and asks(name, args):
             self.wait(name)
         if named:
@@ -118,19 +128,21 @@ class PaperGPU(TorchFunctionMode):
         return self.book(name, tensors, func(*args, **kwargs), goes)
 
     def copy(self, func, args, kwargs, tensors, named):
-        """Where a copy goes. On the way from one device to the other the host waits, unless the GPU fetches a
-        pinned tensor."""
+        """Where a copy goes. On the way from one device to the other the host waits, unless the GPU
+        fetches a pinned tensor."""
         into = func is Tensor.copy_
         source = tensors[into] if tensors else None
         goes = place(tensors[0]) if into else named or place(tensors[-1] if tensors else None)
-        free = isinstance(source, Pinned) and (kwargs.get("non_blocking") or any(a is True for a in args[1:]))
+        free = (isinstance(source, Pinned)
+                and (kwargs.get("non_blocking") or any(a is True for a in args[1:])))
         if place(source) != goes and not free:
             self.wait(func.__name__)
         return goes
 
     def book(self, name, tensors, out, goes):
-        """Count a call, and return what came out of it, at the place to which it `goes`. A call is a view if
-        it only returns memory that it was given, and neither writes there nor has to leave."""
+        """Count a call, and return what came out of it, at the place to which it `goes`. A call is
+        a view if it only returns memory that it was given,
+        and neither writes there nor has to leave."""
         if isinstance(out, Tensor) and place(out) != goes and any(out is t for t in tensors):
             out = out.clone()   # here `to` had nothing to do, elsewhere it copies
         made = [t for t in flat(out) if isinstance(t, Tensor)]
@@ -149,7 +161,8 @@ class PaperGPU(TorchFunctionMode):
         frame = sys._getframe()
         while frame and not is_ours(frame.f_code.co_filename):
             frame = frame.f_back
-        self.waits.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {what}" if frame else what)
+        self.waits.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {what}"
+                          if frame else what)
 
 
 def is_ours(file):
@@ -157,10 +170,10 @@ def is_ours(file):
 
 
 class Clock(PaperGPU):
-    """A paper GPU with a clock, in microseconds. The host pays for each call of a function and for each
-    launch; the device runs behind it, kernel after kernel; and a wait lets the host catch up. So what takes
-    time on the host, such as choosing a draft, is charged as it would be, and no test depends on timing.
-    `time.perf_counter` shows the host's time."""
+    """A paper GPU with a clock, in microseconds. The host pays for each call of a function and for
+    each launch; the device runs behind it, kernel after kernel; and a wait lets the host catch up.
+    So what takes time on the host, such as choosing a draft, is charged as it would be, and no test
+    depends on timing. `time.perf_counter` shows the host's time."""
     CALL, LAUNCH, KERNEL, WAIT = 0.15, 6.0, 2.0, 10.0
 
     def __enter__(self):

@@ -1,6 +1,7 @@
-"""What every drafter keeps, whatever it drafts. Each promise is tested here once, and a file of tests puts
-its own drafters to it, {name: model -> drafter}: `test_poison = promises.poison(DRAFTERS)`. Or some `names`.
-Whether a drafter drafts *well* no text can show: that is for the other tests.
+"""What every drafter keeps, whatever it drafts. Each promise is tested here once, and a file of
+tests puts its own drafters to it, {name: model -> drafter}:
+`test_poison = promises.poison(DRAFTERS)`. Or some `names`. Whether a drafter drafts *well* no text
+can show: that is for the other tests.
 """
 import math
 from dataclasses import replace
@@ -35,7 +36,8 @@ def write(m, drafter, count, prompts=PROMPTS, eos=()):
 
 def cut(rows, eos, count):
     """The first `count` tokens of each row, or up to its first token in eos."""
-    return [row[: next((i + 1 for i, t in enumerate(row[:count]) if t in eos), count)] for row in rows]
+    return [row[: next((i + 1 for i, t in enumerate(row[:count]) if t in eos), count)]
+            for row in rows]
 
 
 class Watched(Wrapper):
@@ -52,8 +54,8 @@ class Watched(Wrapper):
 
 
 def compared(drafter, by_hand, far):
-    """The drafter. How far each q is from by_hand(a row's text, the tokens of its draft), (K, V) or None, is
-    put into `far`."""
+    """The drafter. How far each q is from by_hand(a row's text, the tokens of its draft), (K, V) or
+    None, is put into `far`."""
     def look(state, draft):
         for b, text in enumerate(state.known):
             K = draft.tokens.shape[1] if draft.length is None else int(draft.length[b])
@@ -91,13 +93,14 @@ def rows_equal_solo_runs(drafters, names=None):
     @pytest.mark.parametrize("name", names or drafters)
     def test(models, truth, family, name):
         for prompt, want in zip(PROMPTS, truth[family], strict=True):
-            assert write(models[family], drafters[name](models[family]), 12, [prompt]) == [want[:12]]
+            assert (write(models[family], drafters[name](models[family]), 12, [prompt])
+                    == [want[:12]])
     return test
 
 
 def end_of_text(drafters, names=None, places=range(12)):
-    """Each token of the answer is an end-of-text id in turn, alone and with a second one, so that it falls on
-    every place of a draft."""
+    """Each token of the answer is an end-of-text id in turn, alone and with a second one, so that
+    it falls on every place of a draft."""
     @pytest.mark.parametrize("name", names or drafters)
     @each_family
     def test(models, truth, family, name):
@@ -132,8 +135,8 @@ def short_answers(drafters, names=None):
 
 
 class Poisoned(Wrapper):
-    """Fills what must not be read with large finite garbage after each round: the slots after the last known
-    token, in the tokens, the target's cache and the drafters' own."""
+    """Fills what must not be read with large finite garbage after each round: the slots after the
+    last known token, in the tokens, the target's cache and the drafters' own."""
 
     def observe(self, state, r):
         super().observe(state, r)
@@ -158,7 +161,8 @@ def inside(drafter):
 
 
 def poison(drafters, names=None, count=24):
-    """Nothing after the last known token is ever read: the text might not show it, but the drafts do."""
+    """Nothing after the last known token is ever read:
+    the text might not show it, but the drafts do."""
     @each_family
     @pytest.mark.parametrize("name", names or drafters)
     def test(models, truth, family, name):
@@ -167,7 +171,8 @@ def poison(drafters, names=None, count=24):
             runs.append([])
             for _, r in rounds(m, PROMPTS, count, drafter):
                 proposed = r.proposed.tolist()
-                drafted = [row[:k] for row, k in zip(r.draft.tokens.tolist(), proposed, strict=True)]
+                drafted = [row[:k]
+                           for row, k in zip(r.draft.tokens.tolist(), proposed, strict=True)]
                 runs[-1].append((r.new, r.accepted.tolist(), proposed, drafted))
             for b, want in enumerate(truth[family]):
                 assert sum((new[b] for new, *_ in runs[-1]), []) == want[:count]
@@ -176,8 +181,8 @@ def poison(drafters, names=None, count=24):
 
 
 def damaged_weights(drafters, names=None):
-    """NaN and infinity give the same one line: in a weight, before the first draft, and in the embedding of a
-    token that the text first reaches later."""
+    """NaN and infinity give the same one line: in a weight, before the first draft, and in the
+    embedding of a token that the text first reaches later."""
     @pytest.mark.parametrize("name", names or drafters)
     def test(truth, name):
         rows = truth["llama"]
@@ -187,7 +192,8 @@ def damaged_weights(drafters, names=None):
                                  ("head", 3, -math.inf), ("tok", late, math.nan)):
             m, done = make(LIVELY["llama"]), 0
             m.get_parameter(part)[row] = value
-            with pytest.raises(ValueError, match=r"logits for row \d are NaN or infinite: .* damaged"):
+            with pytest.raises(ValueError,
+                               match=r"logits for row \d are NaN or infinite: .* damaged"):
                 for _ in rounds(m, PROMPTS, 30, drafters[name](m)):
                     done += 1
             assert part == "tok" or not done, "a prompt that shows the damage began a round"
@@ -228,8 +234,9 @@ def assert_same_law(got, want):
 
 
 def exact_law(laws, count=3, room=3, judge=verify):
-    """The first `count` of `room` tokens, after however many rounds, have the law of the model's own. Each
-    outcome comes from a drafter that has learnt nothing yet. laws: {name: (config, model -> drafter)}"""
+    """The first `count` of `room` tokens, after however many rounds, have the law of the model's
+    own. Each outcome comes from a drafter that has learnt nothing yet. laws:
+    {name: (config, model -> drafter)}"""
     @pytest.mark.parametrize("name", laws)
     def test(name):
         (c, build), probs, seen = laws[name], lambda x: to_probs(x, 2.0, top_p=0.9), set()
@@ -257,7 +264,8 @@ def exact_law_of_a_ragged_batch(laws, names, judge=verify):
         got = law(lambda coins: tuple(map(tuple, generate(
             m, prompts, 2, build(m), probs, coins, verify=judge)[0])))
         alone = [target_law(m, p, probs, 2) for p in prompts]
-        assert_same_law(got, {(a, b): u * v for a, u in alone[0].items() for b, v in alone[1].items()})
+        assert_same_law(got,
+                        {(a, b): u * v for a, u in alone[0].items() for b, v in alone[1].items()})
     return test
 
 
@@ -265,7 +273,8 @@ def exact_law_of_a_ragged_batch(laws, names, judge=verify):
 
 
 def one_wait_a_round(drafters, names=None, extra=()):
-    """And the text of the CPU, with a seed. Some drafters wait `extra` times more, {name: how often}."""
+    """And the text of the CPU, with a seed. Some drafters wait `extra` times more,
+    {name: how often}."""
     @pytest.mark.parametrize("name", names or drafters)
     @pytest.mark.parametrize("family, rows", [("llama", 1), ("gemma2", 4)])
     def test(family, rows, name):
@@ -278,7 +287,8 @@ def one_wait_a_round(drafters, names=None, extra=()):
                 for _, r in rounds(m, PROMPTS[:rows], 9, drafter, probs, Coins(3)):
                     texts[device].append(r.new)
                     waits, gpu.waits = gpu.waits, []
-                    if device == "cuda" and len(texts["cuda"]) > 1:     # not the sending of the prompts
+                    # not the sending of the prompts
+                    if device == "cuda" and len(texts["cuda"]) > 1:
                         assert 1 <= len(waits) <= most, waits
         assert texts["cuda"] == texts["cpu"]
     return test

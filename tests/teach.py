@@ -1,5 +1,5 @@
-"""How a failing test speaks to a student who has just written the function: given, expected, got, their
-difference, and the likely mistake, which is named only where it gives just what came out."""
+"""How a failing test speaks to a student who has just written the function: given, expected, got,
+their difference, and the likely mistake, which is named only where it gives just what came out."""
 import random
 from contextlib import contextmanager
 
@@ -7,13 +7,15 @@ import pytest
 import torch
 from tiny import law
 
-NEAR = "right but for rounding: is something computed in float32? What comes in float64 must stay so"
+NEAR = ("right but for rounding: is something computed in float32? "
+        "What comes in float64 must stay so")
 CLOSE = "right but for something small: is an epsilon added, or a constant rounded?"
 
 
 def fail(given, want, got, why=None, off=None):
     rows = {"given": given, "expected": want, "got": got, "difference": off, "likely": why}
-    pytest.fail("\n".join(f"{name:14}{row}" for name, row in rows.items() if row is not None), pytrace=False)
+    pytest.fail("\n".join(f"{name:14}{row}" for name, row in rows.items() if row is not None),
+                pytrace=False)
 
 
 def promise(kept, given, want, got, why=None):
@@ -30,9 +32,9 @@ def no_other_chance(given):
         yield
     finally:
         if not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate():
-            fail(given, "all chance comes from the coins", "random numbers of your own", "with torch.rand, "
-                 "multinomial and the like no run can be repeated, and no test can try every outcome; use "
-                 "only the coins that the text of the exercise names")
+            fail(given, "all chance comes from the coins", "random numbers of your own",
+                 "with torch.rand, multinomial and the like no run can be repeated, and no test "
+                 "can try every outcome; use only the coins that the text of the exercise names")
 
 
 def short(value):
@@ -47,7 +49,8 @@ def short(value):
 
 
 def where(got, want, most=24):
-    """Both and their difference as text: whole where they are small, else where they differ most."""
+    """Both and their difference as text: whole where they are small,
+    else where they differ most."""
     off = got.double() - want.double()
     if want.numel() <= most:
         return tuple(map(short, (want, got, off)))
@@ -61,13 +64,15 @@ def compare(got, want, mistakes, given="the worked example of this test", rtol=1
         fail(given, short(want), f"{got!r:.200}", "that is no tensor")
     want = want if isinstance(want, torch.Tensor) else torch.as_tensor(want, dtype=got.dtype)
     if got.shape != want.shape or got.dtype != want.dtype:
-        fail(given, *(f"shape {tuple(t.shape)} in {t.dtype}" for t in (want, got)), known(got, mistakes))
+        fail(given, *(f"shape {tuple(t.shape)} in {t.dtype}" for t in (want, got)),
+             known(got, mistakes))
     if not torch.allclose(got, want, rtol=rtol, atol=1e-12):
         expected, came, off = where(got, want)
         near = NEAR if torch.allclose(got, want, rtol=1e-5, atol=1e-7) else None
         if near and got.dtype == torch.float64 and torch.allclose(got, want, rtol=1e-8, atol=0):
             near = CLOSE
-        fail(given, expected, came, known(got, mistakes) or near, off if got.is_floating_point() else None)
+        fail(given, expected, came, known(got, mistakes) or near,
+             off if got.is_floating_point() else None)
 
 
 def known(got, mistakes):
@@ -84,7 +89,8 @@ def picture(mask):
 
 
 def look(got, want, mistakes, given="the worked example of this test"):
-    """got (T, S) must look like want; if it is a well-known wrong answer, say which mistake gives it."""
+    """got (T, S) must look like want; if it is a well-known wrong answer,
+    say which mistake gives it."""
     got = picture(got)
     if got != want:
         why = next((why for why, wrong in mistakes.items() if got == wrong), None)
@@ -97,9 +103,9 @@ def look(got, want, mistakes, given="the worked example of this test"):
 
 
 def same_law(run, want, mistakes, given, otherwise=None, finish=dict):
-    """run(coins) -> outcome must have the distribution `want`, {outcome: probability}, once `finish` has made
-    whole outcomes of those that it got. mistakes: {why: a run that makes it}; the one that gives the very
-    same distribution is named, or else `otherwise`."""
+    """run(coins) -> outcome must have the distribution `want`, {outcome: probability}, once
+    `finish` has made whole outcomes of those that it got. mistakes: {why: a run that makes it}; the
+    one that gives the very same distribution is named, or else `otherwise`."""
     with no_other_chance(given):
         got = finish(law(run))
     if not equal(got, want):
@@ -107,11 +113,12 @@ def same_law(run, want, mistakes, given, otherwise=None, finish=dict):
         worst = sorted(off, key=lambda key: -abs(off[key]))[:4]
         expected, came, far = (", ".join(f"{key}: {table.get(key, 0.0):{digits}}" for key in worst)
                                for table, digits in ((want, ".4g"), (got, ".4g"), (off, "+.2g")))
-        why = next((why for why, wrong in mistakes.items() if equal(got, finish(law(wrong)))), otherwise)
+        why = next((why for why, wrong in mistakes.items() if equal(got, finish(law(wrong)))),
+                   otherwise)
         if all(abs(x) < 1e-4 for x in off.values()):
-            why = ("right but for something small: is it computed in float32, is an epsilon added, or a "
-                   "threshold? q of a token that was drawn from q is never 0, and of what is left ask "
-                   "whether it is > 0")
+            why = ("right but for something small: is it computed in float32, is an epsilon added, "
+                   "or a threshold? q of a token that was drawn from q is never 0, and of what is "
+                   "left ask whether it is > 0")
         fail(given, expected, came, why, far)
 
 

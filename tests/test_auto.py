@@ -1,4 +1,5 @@
-"""On a GPU `auto` does no harm: with a simulated one, whose clock charges for what the host does."""
+"""On a GPU `auto` does no harm: with a simulated one, whose clock charges for
+what the host does."""
 from dataclasses import replace
 from itertools import islice
 
@@ -22,8 +23,8 @@ NEW = 200
 
 
 def world(damp):
-    """A model whose blocks from the second on add only a part of what they did. With 0 an exit after the
-    first block is always right, and with 1 hardly ever."""
+    """A model whose blocks from the second on add only a part of what they did. With 0 an exit
+    after the first block is always right, and with 1 hardly ever."""
     m = make(replace(LLAMA, max_len=256), seed=3, device="cuda")
     for b in m.blocks[1:]:
         for w in (b.attn.wo, b.mlp.down):

@@ -33,16 +33,20 @@ TEMPLATES = {"chatml": CHATML, "brackets": """
 {% if m.role == 'system' %}{% continue %}{% endif %}{% set ns.s = ns.s ~ m.content %}
 {% if m.role == 'user' %}{% break %}{% endif %}{% endfor %}{{ ns.s }}""",
     "a switch for thinking": """
-{%- if tools %}{{- 'Tools' }}{%- endif %}{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
-{%- set content = m.content.split('</think>')[-1].lstrip('\n') %}{{- content + '<|im_end|>\n' }}{%- endfor %}
+{%- if tools %}{{- 'Tools' }}{%- endif %}
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
+{%- set content = m.content.split('</think>')[-1].lstrip('\n') %}
+{{- content + '<|im_end|>\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\n\n</think>\n\n' }}{%- endif %}
 {%- endif %}""",
     "macros and generation": """
 {% macro turn(role, text='') %}<{{ role | upper }}>{{ text }}{{ caller() if caller }}
 {% endmacro %}{% set x = 'out' %}{% for m in messages %}{% if m.role == 'assistant' %}
 {%- generation -%} {% set x = 'in' %}{{ x }} {{ m.content }} {{ loop.index }}
-{% endgeneration %}{{ x }}{% else %}{% call turn(m.role) %}{{ m.content | length }}{% endcall %}{% endif %}
+{% endgeneration %}{{ x }}{% else %}{% call turn(m.role) %}{{ m.content | length
+}}{% endcall %}{% endif %}
 {% endfor %}{{ turn('assistant', 'x') | indent(2) }}""", "json": """
 {{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ {'é': 1, 'b': 2} | tojson(true) }}
 {{ {'b': "<é'>", 'a': none} | tojson(separators=(',', ':'), sort_keys=true) }}
@@ -102,7 +106,8 @@ def test_templates_as_transformers_renders_them(folder, monkeypatch, name):
 @pytest.mark.parametrize("files", [
     SHOW | {CONFIG: {"bos_token": None, "eos_token": ADDED, "add_bos_token": 1, "boi_token": "I"}},
     *(SHOW | {CONFIG: {"eos_token": "</s>", "bos_token": "<s>"} | listed, OLDER: {
-        "eos_token": {"content": "<|im_end|>", "lstrip": False}, "bos_token": None, "boi_token": "I"}}
+        "eos_token": {"content": "<|im_end|>", "lstrip": False}, "bos_token": None,
+        "boi_token": "I"}}
       for listed in ({}, {"added_tokens_decoder": {}})),
     *({CONFIG: {"chat_template": source}} | files
       for source in (None, "config", [RAG, DEFAULT], [RAG]) for files in ({}, {FILE: "file"}))])
@@ -112,15 +117,18 @@ def test_where_templates_and_special_tokens_stand(folder, files):
 
 
 @pytest.mark.parametrize("settings, flags", [
-    ({}, ""), ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, "--temperature 0.6 --top-p 0.9"),
+    ({}, ""),
+    ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, "--temperature 0.6 --top-p 0.9"),
     ({"top_k": 20, "top_p": 1.0, "min_p": 0.0}, "--temperature 1.0 --top-k 20"),
-    ({"do_sample": False, "temperature": 0.6}, ""), ({"temperature": "hot"}, ""), ({"top_p": 7}, "")])
+    ({"do_sample": False, "temperature": 0.6}, ""), ({"temperature": "hot"}, ""),
+    ({"top_p": 7}, "")])
 def test_the_models_own_settings_are_offered(call, folder, settings, flags):
     path = folder({"generation_config.json": settings, CONFIG: {"chat_template": "hi"}})
     assert chat.own_settings(path) == flags
     said = call("Hi", "--chat", "--model", path, "--max-new", "1")[1]
     assert (f"own settings: {flags}" in said) == bool(flags)
-    assert "own settings" not in call("Hi", "--model", path, "--max-new", "1", "--temperature", "1")[1]
+    assert "own settings" not in call("Hi", "--model", path, "--max-new", "1",
+                                      "--temperature", "1")[1]
 
 
 @pytest.mark.parametrize("template, why", [

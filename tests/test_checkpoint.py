@@ -1,4 +1,5 @@
-"""Loading and saving: every form a Hugging Face folder comes in, every way it can be broken, nothing lost."""
+"""Loading and saving: every form a Hugging Face folder comes in, every way it can be broken,
+nothing lost."""
 import itertools
 import json
 from dataclasses import replace
@@ -16,7 +17,8 @@ LINEAR, LLAMA3 = {"rope_type": "linear", "factor": 2.0}, expected.SCALING
 CONFIGS = FAMILIES | {
     **{name: replace(c, bos=3, eos=(5,)) for name, c in QWEN.items()},
     "wide-heads": replace(LLAMA, head_dim=12, bos=3, eos=(5, 6)),
-    "llama3": replace(LLAMA, rope_theta=500.0, rope_scaling=LLAMA3), "silu": replace(GEMMA, act="silu"),
+    "llama3": replace(LLAMA, rope_theta=500.0, rope_scaling=LLAMA3),
+    "silu": replace(GEMMA, act="silu"),
     "linear": replace(LLAMA, rope_scaling=LINEAR, tied=True, act="gelu"),
     "no-caps": replace(GEMMA, attn_softcap=None, final_softcap=None, tied=False, norm_eps=1e-6)}
 IDS = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8]])
@@ -58,7 +60,8 @@ def refused(folder, word, error=ValueError, device="cpu"):
     assert word in str(e.value) and "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("name, dtype", [*zip(CONFIGS, itertools.cycle(checkpoint.DTYPES.values()))])
+@pytest.mark.parametrize("name, dtype",
+                         [*zip(CONFIGS, itertools.cycle(checkpoint.DTYPES.values()))])
 def test_saving_and_loading_loses_nothing(name, dtype, tmp_path):
     from transformers import AutoTokenizer
     m, folder = saved(CONFIGS[name], tmp_path / "new" / "folder", dtype)
@@ -77,18 +80,21 @@ def test_saving_and_loading_loses_nothing(name, dtype, tmp_path):
 def test_shards_of_any_dtype_load_like_one_file(tmp_path):
     m, folder = saved(replace(GEMMA, tied=True), tmp_path, torch.bfloat16)
     edit(folder / "model.safetensors", **{HEAD: m.tok, "model.norm.weight": m.norm.weight.double(),
-                                          "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+                                          "model.layers.0.self_attn.rotary_emb.inv_freq":
+                                              torch.ones(4)})
     index = shard(folder, 3)
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         again = checkpoint.load(str(folder), "cpu", None if dtype == torch.bfloat16 else dtype)[0]
-        assert all(map(torch.equal, again.parameters(), make(m.c).bfloat16().to(dtype).parameters()))
+        assert all(
+            map(torch.equal, again.parameters(), make(m.c).bfloat16().to(dtype).parameters()))
     for where in (3, "../model.safetensors", "/etc/passwd"):
         edit(index, weight_map={EMBED: where})
         refused(folder, "weight_map")
 
 
 def test_end_of_text_ids_come_in_every_form(tmp_path):
-    config, generation = tmp_path / "config.json", saved(LLAMA, tmp_path)[1] / "generation_config.json"
+    config = tmp_path / "config.json"
+    generation = saved(LLAMA, tmp_path)[1] / "generation_config.json"
     for stored, want in ((None, ()), (7, (7,)), (0, (0,)), ([7, 0, 9], (7, 0, 9)), ([], ())):
         edit(config, eos_token_id=3)
         edit(generation, eos_token_id=stored)
@@ -110,13 +116,15 @@ def test_end_of_text_ids_come_in_every_form(tmp_path):
     ("Qwen3", dict(num_key_value_heads=None, use_sliding_window=True)),
     ("Qwen2", dict(use_sliding_window=True, max_window_layers=2)),
     ("Qwen3", dict(use_sliding_window=True, max_window_layers=0, sliding_window=None)),
-    ("Qwen2", dict(use_sliding_window=True, max_window_layers=0, layer_types=["full_attention"] * 2)),
-    ("Llama", {}), ("Llama", dict(num_key_value_heads=None, head_dim=None, rope_scaling=None))], ids=str)
+    ("Qwen2",
+     dict(use_sliding_window=True, max_window_layers=0, layer_types=["full_attention"] * 2)),
+    ("Llama", {}), ("Llama", dict(num_key_value_heads=None, head_dim=None, rope_scaling=None))],
+                         ids=str)
 def test_what_a_config_leaves_out_is_what_transformers_takes(kind, more, tmp_path):
     import transformers
     least = more | dict(
-        vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=8, intermediate_size=96,
-        model_type=kind.lower(), bos_token_id=None, eos_token_id=None)
+        vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=8,
+        intermediate_size=96, model_type=kind.lower(), bos_token_id=None, eos_token_id=None)
     whole = getattr(transformers, f"{kind}Config")(**least).to_dict()
     assert families.DEFAULTS[kind.lower()].keys() < whole.keys() | {"rope_theta", "head_dim"}
     (tmp_path / "config.json").write_text(json.dumps(whole))
@@ -125,8 +133,10 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(kind, more, tmp_pat
     assert checkpoint.read_config(tmp_path) == want
 
 
-YARN, EARLY = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 77.0}, {"type": "linear", "factor": 2.0}
-NEW = {"rope_theta": 500.0} | {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 77.0}
+EARLY = {"type": "linear", "factor": 2.0}
+NEW = {"rope_theta": 500.0} | {k: v for k, v in LLAMA3.items()
+                               if k != "original_max_position_embeddings"}
 FORMS = {     # what config.json says, and how the weights change, given the embeddings
     "a tied head with values of its own": ({}, lambda tok: {HEAD: tok.flip(0)}),
     "a tied matrix under the head's name": ({}, lambda tok: {HEAD: tok}),
@@ -146,20 +156,26 @@ def test_every_form_is_understood_as_by_transformers(family, name, tmp_path):
 
 
 REFUSED = [
-    (LLAMA, dict(architectures=["MistralForCausalLM"], model_type="mistral"), "model_type 'mistral'"),
+    (LLAMA, dict(architectures=["MistralForCausalLM"], model_type="mistral"),
+     "model_type 'mistral'"),
     (QWEN["qwen2"], dict(model_type="qwen2_moe"), "model_type 'qwen2_moe'"),
-    (QWEN["qwen2"], dict(architectures=["Qwen2Model"]), "['Qwen2Model'] is not supported for model_type"),
+    (QWEN["qwen2"], dict(architectures=["Qwen2Model"]),
+     "['Qwen2Model'] is not supported for model_type"),
     (LLAMA, dict(rope_parameters={"full_attention": {"rope_type": "default"}}), "by layer type"),
-    (QWEN["qwen2"], dict(rope_scaling={"full_attention": {"rope_type": "default"}}), "by layer type"),
+    (QWEN["qwen2"], dict(rope_scaling={"full_attention": {"rope_type": "default"}}),
+     "by layer type"),
     (LLAMA, dict(model_type=None), "no model_type"), (LLAMA, dict(head_dim=7), "head_dim 7"),
-    (LLAMA, dict(quantization_config={"quant_method": "gptq"}), "gptq"), (LLAMA, dict(mlp_bias=True), "bias"),
+    (LLAMA, dict(quantization_config={"quant_method": "gptq"}), "gptq"),
+    (LLAMA, dict(mlp_bias=True), "bias"),
     (GEMMA, dict(use_bidirectional_attention=True), "bidirectional"),
     (GEMMA, dict(mlp_bias=True), "mlp_bias"),
     (LLAMA, dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
     (LLAMA, dict(hidden_act="relu"), "relu"), (GEMMA, dict(hidden_activation="gelu"), "gelu"),
     (GEMMA, dict(layer_types=["full_attention", "sliding_attention"] * 3), "layer_types"),
-    (LLAMA, dict(rope_scaling={"type": "yarn", "factor": 4}), "yarn"), (LLAMA, dict(rope_theta=-1), "theta"),
-    (LLAMA, dict(rope_scaling={"rope_type": "linear"}), "factor"), (LLAMA, dict(bos_token_id=17), "17"),
+    (LLAMA, dict(rope_scaling={"type": "yarn", "factor": 4}), "yarn"),
+    (LLAMA, dict(rope_theta=-1), "theta"),
+    (LLAMA, dict(rope_scaling={"rope_type": "linear"}), "factor"),
+    (LLAMA, dict(bos_token_id=17), "17"),
     (LLAMA, dict(rope_scaling=LLAMA3 | {"low_freq_factor": 4.0}), "low_freq_factor"),
     (LLAMA, dict(bos_token_id=-1), "-1"), (LLAMA, dict(num_hidden_layers=10**5), "100000 layers"),
     (LLAMA, dict(rope_scaling=LINEAR | {"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
@@ -193,7 +209,8 @@ def test_what_is_missing_or_damaged_is_named(name, tmp_path):
     raw = path.read_bytes()
     path.unlink()
     refused(tmp_path, str(path), FileNotFoundError)
-    for damaged in (raw[:-1], b"", b"[]", raw + b"x", b"[" * 100_000, b"version https://git-lfs.github.com"):
+    for damaged in (raw[:-1], b"", b"[]", raw + b"x", b"[" * 100_000,
+                    b"version https://git-lfs.github.com"):
         path.write_bytes(damaged)
         refused(tmp_path, str(path))
     refused(tmp_path, "git lfs pull")
@@ -222,7 +239,8 @@ def test_a_text_has_the_ids_that_transformers_gives_it(adds_bos, tmp_path):
     for settings in ({}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}):
         edit(tmp_path / "tokenizer_config.json", **settings)
         theirs = AutoTokenizer.from_pretrained(tmp_path)
-        for text, special in itertools.product(("Once upon", "<s>Once", "Once</s>upon"), (True, False)):
+        for text, special in itertools.product(("Once upon", "<s>Once", "Once</s>upon"),
+                                               (True, False)):
             want = theirs(text, add_special_tokens=special).input_ids
             assert checkpoint.encode(ours, text, 0, special) == want
     assert checkpoint.encode(ours, "", bos=0) == [0]
@@ -234,13 +252,16 @@ def test_a_text_has_the_ids_that_transformers_gives_it(adds_bos, tmp_path):
 def test_a_chat_model_that_was_loaded_and_saved_is_the_same(tmp_path):
     from transformers import AutoTokenizer, GenerationConfig
     old, new = tmp_path / "old", tmp_path / "new"
-    checkpoint.save(make(replace(LLAMA, bos=0, eos=(1,))), old, expected.byte_tokenizer(adds_bos=True))
-    (old / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}{{ pad_token }}")
+    checkpoint.save(make(replace(LLAMA, bos=0, eos=(1,))), old,
+                    expected.byte_tokenizer(adds_bos=True))
+    (old / "chat_template.jinja").write_text(
+        "{{ bos_token }}{{ messages[0].content }}{{ pad_token }}")
     (old / "special_tokens_map.json").write_text('{"pad_token": "z"}')
     edit(old / "generation_config.json", temperature=0.6, do_sample=True)
     m, tokenizer = checkpoint.load(old, "cpu")
     checkpoint.save(m, new, tokenizer)
     one, other = (AutoTokenizer.from_pretrained(folder) for folder in (old, new))
     for t in (one, other):
-        assert t.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "<s>Hiz"
+        assert (t.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+                == "<s>Hiz")
     assert GenerationConfig.from_pretrained(new).temperature == 0.6

@@ -1,4 +1,5 @@
-"""What the command lines share: how a program ends, whatever happens inside it; and what it reads."""
+"""What the command lines share: how a program ends, whatever happens inside it;
+and what it reads."""
 import io
 import os
 import sys
@@ -19,17 +20,21 @@ def ending(error):
 @pytest.mark.parametrize("error, line", [
     (ValueError("two\nlines,\ta tab\r\n and  blanks "), "two lines, a tab and blanks"),
     (OSError("\x1b[31mred\x07 \udcff naïve 日本語"), "\ufffd[31mred\ufffd \ufffd naïve 日本語"),
-    *((error, "not enough memory for this model, batch and context: try smaller ones, or half precision")
-      for error in (MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: no"),
-                    RuntimeError("CUDA error: out of memory\nkernel errors might be reported elsewhere")))],
+    *((error, "not enough memory for this model, batch and context: try smaller ones, or half "
+              "precision")
+      for error in (MemoryError(), torch.OutOfMemoryError("CUDA"),
+                    RuntimeError("DefaultCPUAllocator: no"),
+                    RuntimeError("CUDA error: out of memory\nkernel errors might be reported "
+                                 "elsewhere")))],
     ids=lambda x: type(x).__name__)
 def test_bad_input_is_one_printable_line_and_status_2(error, line, capsys):
     assert cli.main(ending(error), []) == 2
     assert capsys.readouterr() == ("", f"test_cli.py: {line}\n"), "the line names the program"
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access was encountered"),
-                                   TypeError("memory"), KeyError("x")], ids=repr)
+@pytest.mark.parametrize("error",
+                         [RuntimeError("CUDA error: an illegal memory access was encountered"),
+                          TypeError("memory"), KeyError("x")], ids=repr)
 def test_our_own_bugs_are_not_hidden(error):
     with pytest.raises(type(error)):
         cli.main(ending(error), [])

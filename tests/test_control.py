@@ -1,5 +1,5 @@
-"""Rules, and drafts behind one another, decide how much is drafted and never what is written. The speed-up
-model is arithmetic: by hand, by brute force, and against what others published."""
+"""Rules, and drafts behind one another, decide how much is drafted and never what is written. The
+speed-up model is arithmetic: by hand, by brute force, and against what others published."""
 import math
 import random
 from dataclasses import replace
@@ -66,7 +66,8 @@ test_drafts_are_right = promises.right_drafts({"model, model": lambda m, far: Th
     reader(small(m), dice(ends=False), far), ModelDraft(m, dice(ends=False)))})
 
 LAWS = {
-    "sure exit, n-gram": (TINY, lambda m: Then(SelfDraft(m, range(4), Confidence(0.6, 2)), NGram(2, 1))),
+    "sure exit, n-gram":
+        (TINY, lambda m: Then(SelfDraft(m, range(4), Confidence(0.6, 2)), NGram(2, 1))),
     "exit, model": (TINY, lambda m: Then(SelfDraft(m, range(4), 1), ModelDraft(small(m), 1)))}
 test_exact_law = promises.exact_law(LAWS)
 test_exact_law_of_a_ragged_batch = promises.exact_law_of_a_ragged_batch(LAWS, ["sure exit, n-gram"])
@@ -104,7 +105,8 @@ def test_an_n_gram_knows_nothing_of_the_text_before(models):
 
 
 def outcome(*pairs):
-    """The round in which row b drafted pairs[b][0] tokens, pairs[b][1] accepted; None: it had ended."""
+    """The round in which row b drafted pairs[b][0] tokens, pairs[b][1] accepted;
+    None: it had ended."""
     drafted, kept = zip(*(pair or (0, 0) for pair in pairs), strict=True)
     return make_round([[0] * (pair[1] + 1) if pair else [] for pair in pairs], kept, drafted)
 
@@ -146,7 +148,8 @@ def test_each_row_goes_on_where_its_own_draft_ends(models):
 
 
 def test_each_rule_learns_of_its_own_part():
-    """In three rows the first one drafted 2, 2 and 0 tokens. Where one was rejected no tail was proposed."""
+    """In three rows the first one drafted 2, 2 and 0 tokens.
+    Where one was rejected no tail was proposed."""
     a, b = (Say(None, Mock(spec=Rule)) for _ in range(2))
     pair = Then(a, b)
     pair.drafted = [2, 2, 0]
@@ -164,8 +167,8 @@ def test_each_rule_learns_of_its_own_part():
 
 @pytest.mark.parametrize("family", LIVELY)
 def test_weight_costs_count_what_a_pass_reads(family):
-    """The matrices of each sub-layer and the head once, tied or not; no norms and no embedding. A token more
-    in the text is a key and a value more."""
+    """The matrices of each sub-layer and the head once, tied or not; no norms and no embedding. A
+    token more in the text is a key and a value more."""
     c = replace(LIVELY[family], vocab_size=23)
     m, costs = Transformer(c), weight_costs(c)
     parts = [part for block in m.blocks for part in (block.attn, block.mlp)]

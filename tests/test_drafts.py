@@ -51,7 +51,8 @@ def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, stories, tmp
 
 
 def test_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
-    """If bytes count, even next to trained heads. Its price is measured and grows with what both read."""
+    """If bytes count, even next to trained heads.
+    Its price is measured and grows with what both read."""
     monkeypatch.setattr(drafts, "MEASURED", 0)
     monkeypatch.setattr(drafts, "kept_costs", byte_costs)
     monkeypatch.setattr(drafts, "measure_step", lambda model, twin: 0.4)
@@ -62,14 +63,16 @@ def test_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
         a = generate.parse(["x", "--draft", "auto", "--model", str(folder), *flags])
         return {arm.name: arm for arm in generate.plan_of(a, model, stories[1]).make().arms}
 
-    arm = arms(half, tmp_path)["few bits"]
-    assert isinstance(arm.drafter.model.head, Int4) and len(arm.drafter.sublayers) == 2 * half.c.n_layers
+    arm = arms(half, tmp_path)["quantised copy"]
+    assert isinstance(arm.drafter.model.head, Int4)
+    assert len(arm.drafter.sublayers) == 2 * half.c.n_layers
     assert arm.drafting(0, 1) == pytest.approx(0.4) and 0.4 < arm.drafting(1000, 1) < 1
     assert arm.drafter.model.head.rounds, "a draft may round what it multiplies"
-    assert "few bits" not in arms(copy.deepcopy(stories[0]).double(), tmp_path), "no product"
-    assert "few bits" in arms(half, STORIES) and len(arms(half, STORIES)) == 2, "next to trained heads"
+    assert "quantised copy" not in arms(copy.deepcopy(stories[0]).double(), tmp_path), "no product"
+    assert "quantised copy" in arms(half, STORIES) and len(arms(half, STORIES)) == 2, (
+        "next to trained heads")
     monkeypatch.setattr(drafts, "MEASURED", 64e6)
-    assert "few bits" not in arms(half, tmp_path), "a small model lies in the processor's caches"
+    assert "quantised copy" not in arms(half, tmp_path), "a small model lies in the processor's caches"
 
 
 def test_a_small_model_drafts_in_few_bits_alone_and_as_an_arm(call, plan, tmp_path):
@@ -90,12 +93,14 @@ def test_a_small_model_drafts_in_few_bits_alone_and_as_an_arm(call, plan, tmp_pa
     assert arm.drafting(0, 0) == pytest.approx(8 * 0.2), "it reads what others wrote"
     call.refuses(["x", *quantised], tmp_path, "--draft-quant", "name one with --draft DIR")
     call.refuses(["x", "--draft", "int8", *quantised], tmp_path, "--draft-quant does not go with")
-    call.refuses(["x", "--draft", SMALL, "--draft-model", SMALL], tmp_path, "--draft-model does not go with")
+    call.refuses(["x", "--draft", SMALL, "--draft-model", SMALL], tmp_path,
+                 "--draft-model does not go with")
     call.refuses(["x", "--draft-model", tmp_path], tmp_path, "config.json")
 
 
 def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, capsys):
-    """Even heads of other weights, but no heads of another shape, and none for a quantised model."""
+    """Even heads of other weights, but no heads of another shape,
+    and none for a quantised model."""
     model, _ = checkpoint.load(STORIES, "cpu", torch.float32)
     other, _ = checkpoint.load(STORIES.parent / "stories-gemma2", "cpu")
     model.norm.weight.data *= 1.5
@@ -208,7 +213,10 @@ def test_a_drafter_and_a_rule_from_a_file(call, mine):
     """The rule stops after every first token: no confidence reaches 2."""
     plain = as_json(call, "--draft", "none")["outputs"]
     r = as_json(call, "--draft", f"{mine}:third", "--gamma", "4")
-    assert r["outputs"] == plain and r["accepted"] > 0 and r["draft"] == f"{mine}:third" and r["gamma"] == 4
+    assert r["outputs"] == plain
+    assert r["accepted"] > 0
+    assert r["draft"] == f"{mine}:third"
+    assert r["gamma"] == 4
     for heat in (), ("--temperature", "1"):
         r = as_json(call, "--draft", f"{mine}:tree", *heat)
         assert r["accepted"] > 0, "even a tree passes all checks"
@@ -230,7 +238,8 @@ def test_a_drafter_and_a_rule_from_a_file(call, mine):
     (["--rule", "MINE:sure"], ["--rule", "auto"]),
     (["--draft", "medusa", "--tree", "4", "--rule", "MINE:sure"], ["--tree"])], ids=str)
 def test_what_is_wrong_in_a_readers_file_is_one_line(call, mine, tmp_path, flags, culprits):
-    call.refuses(["x", "--json", *(flag.replace("MINE", str(mine)) for flag in flags)], tmp_path, *culprits)
+    call.refuses(["x", "--json", *(flag.replace("MINE", str(mine)) for flag in flags)],
+                 tmp_path, *culprits)
 
 
 BASE = """import numpy, torch
@@ -258,23 +267,33 @@ OF_DRAFTERS = {
     "def propose(self, state): return Draft([[5, 6]])": ["Draft.tokens", "not list"],
     "def propose(self, state): return Draft(None)": ["Draft.tokens", "NoneType"],
     "def propose(self, state): return Draft(numpy.ones((1, 2), int))": ["Draft.tokens", "ndarray"],
-    "def propose(self, state): return Draft(torch.tensor(5))": ["Draft.tokens", "not () torch.int64"],
+    "def propose(self, state): return Draft(torch.tensor(5))":
+        ["Draft.tokens", "not () torch.int64"],
     "def propose(self, state): return Draft(self.send(state).float())": ["Draft.tokens", "float32"],
-    "def propose(self, state): return Draft(self.send(state).to('meta'))": ["Draft.tokens", "on meta"],
+    "def propose(self, state): return Draft(self.send(state).to('meta'))":
+        ["Draft.tokens", "on meta"],
     "def propose(self, state): return Draft(self.send(state) + 10**6)": ["ids from 0 to 4095"],
-    "def propose(self, state): return Draft(self.send(state), None, [1])": ["Draft.length", "not list"],
-    "def propose(self, state): return Draft(self.send(state), None, 1)": ["Draft.length", "not int"],
-    "def propose(self, state): return Draft(self.send(state), None, state.n.new_ones(7))": ["length", "(7,)"],
-    "def propose(self, state): return Draft(self.send(state), None, state.n * 9)": ["from 0 to K = 2"],
+    "def propose(self, state): return Draft(self.send(state), None, [1])":
+        ["Draft.length", "not list"],
+    "def propose(self, state): return Draft(self.send(state), None, 1)":
+        ["Draft.length", "not int"],
+    "def propose(self, state): return Draft(self.send(state), None, state.n.new_ones(7))":
+        ["length", "(7,)"],
+    "def propose(self, state): return Draft(self.send(state), None, state.n * 9)":
+        ["from 0 to K = 2"],
     "def propose(self, state): return Draft(self.send(state), [[0.5]])": ["Draft.q", "not list"],
-    "def propose(self, state): return Draft(self.send(state), torch.randn(1, 2, 4096))": ["rows sum to"],
-    "def propose(self, state): return Draft(self.send(state), torch.eye(4096)[None, :2])": ["is 0 for a"],
-    "def propose(self, state): return Draft(self.send(state), None, None, 7)": ["Draft.reuse", "not int"],
+    "def propose(self, state): return Draft(self.send(state), torch.randn(1, 2, 4096))":
+        ["rows sum to"],
+    "def propose(self, state): return Draft(self.send(state), torch.eye(4096)[None, :2])":
+        ["is 0 for a"],
+    "def propose(self, state): return Draft(self.send(state), None, None, 7)":
+        ["Draft.reuse", "not int"],
     "def propose(self, state): state.known[0].append(5)": ["propose changes state.known"],
     "def propose(self, state): state.left[0] -= 1": ["propose changes state.left"],
     "def propose(self, state): state.n += 1": ["propose changes state.n"],
     "def begin(self, state, trace): state.tokens[:, 0] = 5": ["begin changes state.tokens"],
-    "def observe(self, state, r): state.cache.v[:, :, :, 1] = 0": ["observe changes the values of the text"]}
+    "def observe(self, state, r): state.cache.v[:, :, :, 1] = 0":
+        ["observe changes the values of the text"]}
 OF_RULES = {
     "def __init__(self, gamma): pass": ["line 13", "super().__init__"],
     "def how_far(self, state): return None": ["how_far must return", "None"],
@@ -293,21 +312,25 @@ OF_RULES = {
                          ids=[*OF_DRAFTERS, *OF_RULES])
 def test_what_a_readers_methods_return_or_change(call, tmp_path, body, culprits):
     """One line names the reader's own line, even for an error that the library words."""
-    kind, flags = ("Rule", ["--draft", "exit", "--rule"]) if body in OF_RULES else ("Base", ["--draft"])
+    kind, flags = (("Rule", ["--draft", "exit", "--rule"]) if body in OF_RULES
+                   else ("Base", ["--draft"]))
     (tmp_path / "mine.py").write_text(BASE % (kind, body))
     if "line 13" not in culprits:
         culprits = ["line 14", *culprits]
-    call.refuses(["x", "--json", *flags, f"{tmp_path}/mine.py:Mine"], tmp_path, "mine.py", *culprits)
+    call.refuses(["x", "--json", *flags, f"{tmp_path}/mine.py:Mine"], tmp_path,
+                 "mine.py", *culprits)
 
 
 def test_an_error_inside_the_library_names_the_line_of_what_it_was_given(call, tmp_path):
     text = BASE % ("Base", "pass") + "def half(model, gamma):\n    return NGram(gamma, 2.5)\n"
     (tmp_path / "mine.py").write_text(text)
-    call.refuses(["x", "--draft", f"{tmp_path}/mine.py:half", "--json"], tmp_path, "line 15", "TypeError")
+    call.refuses(["x", "--draft", f"{tmp_path}/mine.py:half", "--json"], tmp_path, "line 15",
+                 "TypeError")
 
 
-@pytest.mark.parametrize("text, culprit", [("x = (1,\n", "SyntaxError"), ("import nothing_like_it", "line 1"),
-                                           ("1 / 0", "ZeroDivisionError"), ("exit()", "SystemExit")])
+@pytest.mark.parametrize("text, culprit",
+                         [("x = (1,\n", "SyntaxError"), ("import nothing_like_it", "line 1"),
+                          ("1 / 0", "ZeroDivisionError"), ("exit()", "SystemExit")])
 def test_a_file_that_cannot_be_run(call, tmp_path, text, culprit):
     (tmp_path / "odd.py").write_text(text)
     call.refuses(["x", "--draft", f"{tmp_path}/odd.py:f"], tmp_path, "odd.py, line 1", culprit)

@@ -1,4 +1,5 @@
-"""A draft that changes while it runs: the text stays, and each choice is the one that its paper describes."""
+"""A draft that changes while it runs: the text stays, and each choice is the
+one that its paper describes."""
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -92,7 +93,8 @@ def test_del_drafts_at_the_exit_that_pays_and_not_at_all_where_none_does(models,
     drafter = priced(DEL(m), Costs((0.001,) * 10 + (5.0, 5.0), 0.0))    # the best alpha wins
     generate(m, PROMPTS, 20, drafter, warm, Coins(1))
     alphas = (drafter.counts[0] + 1) / (drafter.counts[:2].sum(0) + 2)
-    assert drafter.sublayers == early_exit(6, 1 + int(alphas.argmax())) and drafter.rule.longest == 18
+    assert drafter.sublayers == early_exit(6, 1 + int(alphas.argmax()))
+    assert drafter.rule.longest == 18
 
 
 def test_shadows_are_scored_as_often_as_asked(models):

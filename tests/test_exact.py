@@ -1,5 +1,5 @@
-"""The same text to the bit, `==` on ids and on rows of logits: in half types, too, greedy and sampled, with
-any draft, alone or in a batch. And the race that decides sampled texts."""
+"""The same text to the bit, `==` on ids and on rows of logits: in half types, too, greedy and
+sampled, with any draft, alone or in a batch. And the race that decides sampled texts."""
 import functools
 
 import pytest
@@ -23,10 +23,13 @@ from sampling import Race, to_probs
 from speculative import rounds
 from verification import verify, verify_block
 
-WAYS = {"exit": lambda m: SelfDraft(m, range(8), 3), "half a block": lambda m: SelfDraft(m, range(5), 2),
-        "skip": lambda m: SelfDraft(m, without(6, attn=[1, 4], mlp=[2]), 4), "n-gram": lambda m: NGram(10, 1),
+WAYS = {"exit": lambda m: SelfDraft(m, range(8), 3),
+        "half a block": lambda m: SelfDraft(m, range(5), 2),
+        "skip": lambda m: SelfDraft(m, without(6, attn=[1, 4], mlp=[2]), 4),
+        "n-gram": lambda m: NGram(10, 1),
         "suffix": lambda m: Suffix(5), "stopped": lambda m: SelfDraft(m, range(8), Unsure(5)),
-        "model": lambda m: ModelDraft(small(m).to(m.tok.dtype), 3), "eagle": lambda m: Eagle(m).drafter(3),
+        "model": lambda m: ModelDraft(small(m).to(m.tok.dtype), 3),
+        "eagle": lambda m: Eagle(m).drafter(3),
         "kangaroo": lambda m: Kangaroo(m, 2).drafter(3),
         "int4": lambda m: SelfDraft(quantise(m, "int4", head="int4"), range(12), 3)}
 SEEDS = [3, 1, 4, 1]
@@ -36,7 +39,8 @@ def warm(logits):
     return to_probs(logits, 0.8, top_p=0.95)
 
 
-def write(model, prompts, drafter=None, probs=to_probs, seeds=SEEDS, eos=(), slots=60, judge=verify):
+def write(model, prompts, drafter=None, probs=to_probs, seeds=SEEDS, eos=(), slots=60,
+          judge=verify):
     """[(ids, their rows of logits)] of each prompt, in a cache of 60 slots."""
     cache = KVCache(model.c, len(prompts), slots, model.attention_dtype())
     found = [([], []) for _ in prompts]
@@ -80,7 +84,8 @@ def plain(mode, dtype):
 
 
 ROUGHEST = [(torch.bfloat16, name) for name in WAYS]
-OTHERS = [(dtype, name) for dtype in DTYPES[1:] for name in ("exit", "half a block", "eagle", "int4")]
+OTHERS = [(dtype, name) for dtype in DTYPES[1:]
+          for name in ("exit", "half a block", "eagle", "int4")]
 
 
 @each_family
@@ -88,7 +93,8 @@ OTHERS = [(dtype, name) for dtype in DTYPES[1:] for name in ("exit", "half a blo
 def test_drafted_is_plain_to_the_bit(plain, mode, family, name, dtype):
     """In a ragged batch, greedy and sampled; and up to an end of text inside a draft."""
     m = mode(make(LIVELY[family]).to(dtype))
-    for probs, judge, ends in (to_probs, verify, False), (warm, verify, False), (warm, verify_block, True):
+    for probs, judge, ends in (to_probs, verify, False), (warm, verify, False), (
+            warm, verify_block, True):
         want = plain(family, probs)
         eos = want[0][0][7] if ends else None
         stops = [ids.index(eos) + 1 if eos in ids else None for ids, _ in want]
@@ -193,10 +199,12 @@ def test_a_race_is_of_the_seed_the_place_and_the_token():
     p = torch.full((2, 3, 7), 1 / 7)
     read = torch.tensor([[4, 5, 6], [5, 6, 7]])
     both = Race([8, 8]).settle(p, read)
-    compare(both[0, 1:], both[1, :2], {}, "two rows of one seed: the winners of places that both have")
+    compare(both[0, 1:], both[1, :2], {},
+            "two rows of one seed: the winners of places that both have")
     other = Race([8, 9]).settle(p.repeat(1, 40, 1)[:, :40], torch.arange(40)[None])
     promise(not torch.equal(other[0], other[1]), "two rows of seeds 8 and 9, 40 places",
-            "other winners in each row", "the same ones", "self.seeds (B,) holds a seed for each row")
+            "other winners in each row", "the same ones",
+            "self.seeds (B,) holds a seed for each row")
     race = Race(8)
     race.choose(p)
     compare(race.settle(p, read), both, {},

@@ -1,5 +1,6 @@
-"""Qwen2, with a bias on queries, keys and values, and Qwen3, with a norm of each query and key: every kind of
-draft writes the text of an oracle. (Their logits are those of `transformers`: test_checkpoint.py.)"""
+"""Qwen2, with a bias on queries, keys and values, and Qwen3, with a norm of each query and key:
+every kind of draft writes the text of an oracle. (Their logits are those of `transformers`:
+test_checkpoint.py.)"""
 import pytest
 from test_heads import wild
 from tiny import PROMPTS, QWEN, make, oracle, small
@@ -38,5 +39,6 @@ def test_every_draft_writes_the_same_text(family, way):
     m = WAYS[way](make(QWEN[family]))
     want = [oracle(m.bare(), prompt, 16) for prompt in PROMPTS]
     for name, drafter in DRAFTERS.items():
-        if way != "exact" or name not in ("exit, siblings", "medusa, tree"):    # --exact refuses trees
+        # --exact refuses trees
+        if way != "exact" or name not in ("exit, siblings", "medusa, tree"):
             assert generate(m, PROMPTS, 16, drafter(m))[0] == want, name

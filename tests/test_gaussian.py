@@ -89,7 +89,8 @@ def test_equal_values_and_sets_that_come_twice_break_nothing(y):
 
 
 def test_a_single_observation_is_enough():
-    mean, std = GaussianProcess(vectors(1, 3), wide([2.5]), torch.tensor([1, 1, 1])).predict(EVERY[3])
+    mean, std = GaussianProcess(vectors(1, 3), wide([2.5]), torch.tensor([1, 1, 1])).predict(
+        EVERY[3])
     compare(mean, [2.5] * 8, {}, "one observed set of value 2.5: the means of all eight sets")
     promise(std.isfinite().all(), "one observed set: the deviations", "finite numbers", std)
 
@@ -100,8 +101,8 @@ def test_a_variance_that_rounding_made_negative(some):
     process.L = process.L * (1 - 1e-8)
     _, std = process.predict(z)
     promise(std.isfinite().all() and float(std.min()) >= 0,
-            "sets that were observed, whose variance rounding has made negative", "deviations from 0 up", std,
-            "the root of a negative number is NaN: clamp the variance")
+            "sets that were observed, whose variance rounding has made negative",
+            "deviations from 0 up", std, "the root of a negative number is NaN: clamp the variance")
     promise(float(std.max()) < 1e-3 * float(process.std), "sets that were observed without noise",
             "deviations of nearly 0", std, "clamp the variance at 0, not above it")
 
@@ -129,15 +130,16 @@ def test_improvements_by_hand():
 
 def test_expected_improvement_is_exact_far_below_the_best_and_never_negative():
     below = [-4.0 - i / 2 for i in range(16)]  # torch's ndtr of a few is exact, that of many is not
-    want = [u * math.erfc(-u / 2**0.5) / 2 + math.exp(-u * u / 2) / (2 * math.pi)**0.5 for u in below]
+    want = [u * math.erfc(-u / 2**0.5) / 2 + math.exp(-u * u / 2) / (2 * math.pi)**0.5
+            for u in below]
     got = expected_improvement(wide(below), torch.ones(16).double(), 0.0)
     compare(got / wide(want), torch.ones(16).double(), {},
-            "means of -4, -4.5 to -11.5, deviations of 1, the best 0: what came divided by the exact value. "
-            "Far below, ndtr is not exact enough", 1e-8)
+            "means of -4, -4.5 to -11.5, deviations of 1, the best 0: what came divided by the "
+            "exact value. Far below, ndtr is not exact enough", 1e-8)
     many = torch.linspace(-60, 60, 100_001, dtype=torch.float64)
     least = float(expected_improvement(many, torch.ones_like(many), 0.0).min())
-    promise(least >= 0, "100,001 means from -60 to 60, deviations of 1, the best 0", "none below 0", least,
-            "two terms cancel, and rounding leaves less than nothing: clamp")
+    promise(least >= 0, "100,001 means from -60 to 60, deviations of 1, the best 0",
+            "none below 0", least, "two terms cancel, and rounding leaves less than nothing: clamp")
 
 
 def check_climb(weights, starts, want, mistakes, most=3):
@@ -147,8 +149,9 @@ def check_climb(weights, starts, want, mistakes, most=3):
 
     def score(z):
         if next(asked) > 100:
-            fail(given, "an end after a few steps", "a walk that has not ended after 100", "flip a bit only "
-                 "where the score *rises*, or it walks to and fro where two sets are worth the same")
+            fail(given, "an end after a few steps", "a walk that has not ended after 100",
+                 "flip a bit only where the score *rises*, or it walks to and fro where two sets "
+                 "are worth the same")
         return z @ weights
 
     ends, values = (t.double() for t in climb(score, starts, lambda z: z.sum(-1) <= most))
@@ -175,18 +178,21 @@ def test_a_climb_by_hand():
 
 
 def test_a_climb_ends_where_no_allowed_flip_is_better():
-    """Also from starts that are worth nothing. All scores are far below 0: none can mean "not allowed"."""
+    """Also from starts that are worth nothing. All scores are far below 0:
+    none can mean "not allowed"."""
     table = normal(64) - 1e6
     table[8:24] = -math.inf
     score = lambda z: table[(z @ 2 ** torch.arange(6).double()).long()]         # noqa: E731
     allowed = lambda z: (z.sum(-1) >= 2) & (z.sum(-1) <= 4)                     # noqa: E731
     ends, values = (t.double() for t in climb(score, EVERY[6][allowed(EVERY[6])], allowed))
-    given = "64 sets of 6 bits of any scores, some of them -inf; 2 to 4 bits may be set; from every such set"
+    given = ("64 sets of 6 bits of any scores, some of them -inf; 2 to 4 bits may be set; "
+             "from every such set")
     promise(allowed(ends).all(), given, "ends of 2 to 4 bits", ends[~allowed(ends)],
             "never enter what is not allowed")
     compare(values.nan_to_num(neginf=-9e6), score(ends).nan_to_num(neginf=-9e6), {},
             f"{given}: the scores of the ends")
     near = (ends[:, None] - torch.eye(6).double()).abs()
     higher = (allowed(near) & (score(near) > values[:, None])).any(1)
-    promise(not higher.any() and len(ends.unique(dim=0)) > 1, given, "ends that no allowed flip makes better",
+    promise(not higher.any() and len(ends.unique(dim=0)) > 1, given,
+            "ends that no allowed flip makes better",
             ends[higher][:2], "go on as long as an allowed flip raises the score, also from -inf")

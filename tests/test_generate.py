@@ -1,4 +1,5 @@
-"""The command line: what it prints, the JSON that scripts read, and one line with status 2 for bad input."""
+"""The command line: what it prints, the JSON that scripts read,
+and one line with status 2 for bad input."""
 import io
 import json
 import os
@@ -47,7 +48,8 @@ def as_json(call, *argv):
 
 
 def test_text_streams_and_a_summary_follows(call, tmp_path):
-    status, out, err = call("Once upon a time", *SHORT, "--draft", "exit", "--picture", tmp_path / "run.svg")
+    status, out, err = call("Once upon a time", *SHORT, "--draft", "exit", "--picture",
+                            tmp_path / "run.svg")
     assert (status, err) == (0, "") and "Lily" in (tmp_path / "run.svg").read_text()
     text, summary = out.split("\n", 1)
     assert text == "Once upon a time" + TEXT and "\x1b" not in out, "no colours in a pipe"
@@ -65,14 +67,17 @@ def test_text_streams_and_a_summary_follows(call, tmp_path):
     (["--skip", "a3,m4", "--gamma", "5"], "skip", 5)], ids=str)
 def test_json_of_every_way_to_draft(call, ids, flags, draft, gamma):
     r = as_json(call, *flags)
-    assert r["outputs"] == [{"prompt": "Once upon a time", "text": TEXT, "ids": ids}], "the text stays"
-    assert (r["draft"], r["gamma"], r["dtype"], r["device"], r["seed"]) == (draft, gamma, "float32", "cpu", 0)
+    assert r["outputs"] == [{"prompt": "Once upon a time", "text": TEXT, "ids": ids}], (
+        "the text stays")
+    assert (r["draft"], r["gamma"], r["dtype"], r["device"], r["seed"]) == (draft, gamma,
+                                                                            "float32", "cpu", 0)
     assert r["new_tokens"] == 12 and r["tokens_per_pass"] == pytest.approx(12 / r["target_passes"])
     assert r["tokens_per_second"] == pytest.approx(12 / r["seconds"])
     drafted = gamma > 0 and draft != "ngram"    # nothing in this text comes again
     assert (r["target_passes"] < 12) == drafted == (r["alpha"] is not None) == (r["proposed"] > 0)
     assert 0 <= r["accepted"] <= r["proposed"]
-    where = {"exit": " after block 3", "kangaroo": " after block 2", "eagle": ", trees of 30 tokens",
+    where = {"exit": " after block 3", "kangaroo": " after block 2",
+             "eagle": ", trees of 30 tokens",
              "skip": " a3,m4"}.get(draft, "")       # a tree has places for 6 levels of 5 ranks
     assert r["how"].startswith(f"draft: {draft}{where}")
     drafting = sum(map(int, re.findall(r"in (\d+) rounds", r["how"])))
@@ -96,7 +101,8 @@ def test_compare(call, once):
     r = as_json(call, "--compare")
     plain = r["baseline"]
     assert r["identical"] is True and r["first_divergence"] is None
-    assert plain["ids"] == [r["outputs"][0]["ids"]] and plain["new_tokens"] == plain["target_passes"] == 12
+    assert plain["ids"] == [r["outputs"][0]["ids"]]
+    assert plain["new_tokens"] == plain["target_passes"] == 12
     said = call("Once upon a time", *SHORT, "--compare")[1]
     assert "identical to plain decoding" in said and "ratio" in said
     nothing = as_json(call, "--compare", "--max-new", "0")
@@ -107,7 +113,8 @@ def test_compare(call, once):
 
 @pytest.mark.parametrize("flags", [["--draft", "int8"], ["--draft", "ngram", "--compare"]])
 def test_fast_passes_write_the_same_text(call, once, ids, monkeypatch, flags):
-    """Those of a CPU; and simulated recordings, which are made before the first token is printed."""
+    """Those of a CPU; and simulated recordings, which are made before the
+    first token is printed."""
     made = []
     for fast in generate.fast, lambda m: made.append(Recorded(m, Tape)) or made[-1]:
         monkeypatch.setattr(generate, "fast", fast)
@@ -124,7 +131,8 @@ def test_exact_texts_are_those_of_plain_decoding_when_sampled_too(call, once, tm
         (tmp_path / "prompts").write_text("Once upon a time\nThe dog was\n")
         texts, flags = [], ["--prompt-file", tmp_path / "prompts"]
     for more in ["--draft", "exit"], ["--temperature", "0.8", "--draft", "auto"]:
-        status, out, _ = call(*texts, *flags, *more, "--exact", "--max-new", "16", "--json", "--compare")
+        status, out, _ = call(*texts, *flags, *more, "--exact", "--max-new", "16", "--json",
+                              "--compare")
         r = json.loads(out)
         assert status == 0 and r["identical"] is True and r["exact"] and r["dtype"] == "bfloat16"
 
@@ -173,7 +181,8 @@ def test_compare_judges_the_printed_text(call, once, monkeypatch, near):
     status, out, _ = call("Once upon a time", *SHORT, "--compare", "--json")
     r = json.loads(out)
     assert status == (0 if near else 1) and r["identical"] is False
-    assert r["first_divergence"] | dict(output=0, position=5, near_tie=near) == r["first_divergence"]
+    assert (r["first_divergence"] | dict(output=0, position=5, near_tie=near)
+            == r["first_divergence"])
     assert r["outputs"][0]["ids"][5] == r["baseline"]["ids"][0][5] + 1
     one, both = report.verdict(r), report.verdict(r | {"outputs": 2 * r["outputs"]})
     assert ("near-tie was decided" in one) == near == ("NOT identical" not in one)
@@ -182,10 +191,12 @@ def test_compare_judges_the_printed_text(call, once, monkeypatch, near):
 
 
 def test_seed_repeats_a_sampled_run(call):
-    texts = [as_json(call, "--temperature", "1", "--top-p", "0.9", "--seed", s)["outputs"] for s in (1, 1, 3)]
+    texts = [as_json(call, "--temperature", "1", "--top-p", "0.9", "--seed", s)["outputs"]
+             for s in (1, 1, 3)]
     assert texts[0] == texts[1] != texts[2]
     greedy = as_json(call)["outputs"]
-    assert as_json(call, "--temperature", "1", "--min-p", "1")["outputs"] == greedy, "only the likeliest stay"
+    assert as_json(call, "--temperature", "1", "--min-p", "1")["outputs"] == greedy, (
+        "only the likeliest stay")
 
 
 # --- batches and pipes
@@ -205,7 +216,8 @@ def test_batch_from_a_file(call, tmp_path):
 def test_a_batch_from_a_pipe_and_messages_that_name_its_lines(call, tmp_path):
     lines, pipe = tmp_path / "b.txt", tmp_path / "pipe"
     lines.write_text("Once\n\n" + "word " * 600 + "\nTwo\n")
-    call.refuses(["--prompt-file", lines], tmp_path, "b.txt, line 3 has 60", "fills the context of 512")
+    call.refuses(["--prompt-file", lines], tmp_path, "b.txt, line 3 has 60",
+                 "fills the context of 512")
     os.mkfifo(pipe)
     writer = threading.Thread(target=pipe.write_text, args=["Once\nTwo\n"])
     writer.start()
@@ -216,14 +228,16 @@ def test_a_batch_from_a_pipe_and_messages_that_name_its_lines(call, tmp_path):
 
 @pytest.mark.parametrize("flag, name", [("--picture", "x.svg"), ("--page", "x.html")])
 def test_what_cannot_be_written_costs_no_answer(call, tmp_path, monkeypatch, flag, name):
-    """It is refused before a model is loaded; if the disk is full only later, the answer is printed."""
+    """It is refused before a model is loaded;
+    if the disk is full only later, the answer is printed."""
     (tmp_path / "old").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "load", None)
         call.refuses(["x", flag, tmp_path / "none" / name], tmp_path, "none", "cannot be written")
     path = tmp_path / name
     path.write_text("old")
-    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(os, "fsync",
+                        lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     status, out, err = call("Once upon a time", *SHORT, "--json", flag, path)
     assert status == 2 and json.loads(out)["outputs"][0]["text"] == TEXT
     assert "No space left" in err and err.count("\n") == 1 and path.read_text() == "old"
@@ -249,11 +263,14 @@ def test_standard_input(call, monkeypatch, tmp_path):
     (["x", "--temperature", "1", "--min-p", "1.1"], "min_p"),
     (["x", "--gamma", "1001"], "--gamma"), (["x", "--draft", "skip"], "--skip"),
     (["x", "--skip", "a3", "--exit-layer", "2"], "--skip"),
-    (["x", "--draft", "ngram", "--exit-layer", "2"], "--exit-layer"), (["x", "--tree", "3"], "--tree"),
+    (["x", "--draft", "ngram", "--exit-layer", "2"], "--exit-layer"),
+    (["x", "--tree", "3"], "--tree"),
     (["x", "--draft", "none", "--gamma", "2"], "--gamma does not go with --draft none"),
-    (["x", "--model", "Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B --local-dir runs/Qwen3-0.6B"),
+    (["x", "--model", "Qwen/Qwen3-0.6B"],
+     "hf download Qwen/Qwen3-0.6B --local-dir runs/Qwen3-0.6B"),
     (["x", "--draft", "Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B"),
-    (["x", "--draft", "nowhere"], "nowhere"), (["x", "--draft", "eagle", "--draft-vocab", "v"], "-vocab"),
+    (["x", "--draft", "nowhere"], "nowhere"),
+    (["x", "--draft", "eagle", "--draft-vocab", "v"], "-vocab"),
     (["--prompt-file", "nowhere.txt"], "nowhere.txt"), (["x", "--chat"], "chat template"),
     (["x", "--model", SMALL, "--draft", "medusa"], "lab.train_heads medusa"),
     (["x", "--exit-layer", "25"], "25"), (["x", "--device", "abacus"], "abacus"),
@@ -267,8 +284,8 @@ def test_bad_input_is_one_line(call, argv, culprit, tmp_path):
 
 
 @pytest.mark.parametrize("argv, culprit", [
-    (["-"], "standard input"), (["--prompt-file", "/dev/null"], "a pipe"), (["x", "--fast"], "--fast"),
-    (["x", "--exact"], "--exact"),
+    (["-"], "standard input"), (["--prompt-file", "/dev/null"], "a pipe"),
+    (["x", "--fast"], "--fast"), (["x", "--exact"], "--exact"),
     (["x", "--draft", "eagle"], "run one process")])
 def test_what_goes_with_one_process_only(call, monkeypatch, argv, culprit, tmp_path):
     monkeypatch.setattr(generate.parallel, "here", lambda: (0, 2))

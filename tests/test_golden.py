@@ -1,6 +1,8 @@
 """Golden counts: how many drafts the shipped models accept, as tests/golden.json holds it.
 
-    python -m tests.test_golden    writes it again, after weights have changed, never to make a test pass
+    python -m tests.test_golden
+
+writes it again: after weights have changed, never to make a test pass.
 
 A drafter that drafts badly writes the right text, so no test of texts can see it.
 These counts can.
@@ -23,7 +25,8 @@ from speculative import rounds
 ROOT = Path(__file__).resolve().parent.parent
 FILE, MODELS = Path(__file__).with_name("golden.json"), ("stories-llama", "stories-gemma2")
 TEXTS = ["Once upon a time", "User: I want to book a table.\nAssistant:", "def main():"]
-LONG = "User: I need a table for two.\nAssistant: Which city should I look in?\n" * 9  # beyond Gemma's window
+# beyond Gemma's window
+LONG = "User: I need a table for two.\nAssistant: Which city should I look in?\n" * 9
 
 
 def drafters(m, small):
@@ -42,10 +45,12 @@ def drafters(m, small):
 
 
 def trained(m, folder):
-    """Drafters with the trained heads of these weights, as chains, and two of them also as trees."""
+    """Drafters with the trained heads of these weights, as chains,
+    and two of them also as trees."""
     found = {kind: heads.load(folder / "heads" / kind, m) for kind in sorted(heads.KINDS)
              if (folder / "heads" / kind).is_dir()}
-    trees = {f"{kind}, tree": found[kind].drafter(3, [0, 0, 0, 1, 1, 2, 4]) for kind in ("eagle", "medusa")}
+    trees = {f"{kind}, tree": found[kind].drafter(3, [0, 0, 0, 1, 1, 2, 4])
+             for kind in ("eagle", "medusa")}
     return {kind: head.drafter(3) for kind, head in found.items()} | trees
 
 
@@ -63,7 +68,8 @@ def counts(name, made):
     """[proposed, accepted, passes] of a drafter, greedy, 32 tokens a text."""
     m, every, prompts = shipped(name)
     run = [r for _, r in rounds(m, prompts, 32, every[made])]
-    return [sum(int(r.proposed.sum()) for r in run), sum(int(r.accepted.sum()) for r in run), len(run)]
+    return [sum(int(r.proposed.sum()) for r in run),
+            sum(int(r.accepted.sum()) for r in run), len(run)]
 
 
 GOLDEN = json.loads(FILE.read_text(encoding="utf-8"))
@@ -71,7 +77,8 @@ GOLDEN = json.loads(FILE.read_text(encoding="utf-8"))
 
 @pytest.mark.parametrize("name, made", [(name, made) for name in MODELS for made in GOLDEN[name]])
 def test_golden_counts(name, made):
-    """Gemma-2 has soft-caps, post-norms and sliding layers besides, and a prompt longer than their window."""
+    """Gemma-2 has soft-caps, post-norms and sliding layers besides,
+    and a prompt longer than their window."""
     assert shipped(name)[1].keys() == GOLDEN[name].keys()
     assert counts(name, made) == GOLDEN[name][made]
 

@@ -1,4 +1,5 @@
-"""What a GPU may compute otherwise than a CPU, on CUDA where there is one and else on the simulated GPU."""
+"""What a GPU may compute otherwise than a CPU, on CUDA where there is one and
+else on the simulated GPU."""
 from copy import deepcopy
 
 import promises
@@ -19,7 +20,8 @@ from sampling import Coins, to_probs, uniforms
 from speculative import generate, rounds
 from verification import verify_block
 
-# how far logits may be from float64 ones of the same weights, root mean square. trap: TF32 is off by 1e-3
+# how far logits may be from float64 ones of the same weights, root mean square.
+# trap: TF32 is off by 1e-3
 NEAR = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 8e-3, torch.bfloat16: 6e-2}
 WAYS = {"plain": lambda m: None, "exit": lambda m: SelfDraft(m, range(8), 3),
         "gap": lambda m: SelfDraft(m, [0, 1, 2, 5, 6, 9], 4), "n-gram": lambda m: NGram(4, 2),
@@ -54,7 +56,8 @@ def test_uniforms_and_what_is_made_of_them(device):
     assert torch.equal(uniforms(3, 10, 5000, device).cpu(), uniforms(3, 10, 5000))
     seed = torch.Generator().manual_seed(0)
     logits = torch.randn(6, 300, generator=seed, dtype=torch.float64).round(decimals=1)
-    for settings in ({}, dict(temperature=0.8), dict(temperature=1.0, top_k=40, top_p=0.9, min_p=0.02)):
+    for settings in ({}, dict(temperature=0.8),
+                     dict(temperature=1.0, top_k=40, top_p=0.9, min_p=0.02)):
         here = to_probs(logits, **settings)
         there = to_probs(logits.to(device), **settings)
         assert torch.equal(there.cpu() > 0, here > 0) and (there.cpu() - here).abs().max() < 1e-12
@@ -84,7 +87,8 @@ def test_the_law_of_a_text(judge, device):
 @on_cuda
 @each_family
 def test_recorded_passes_write_what_eager_ones_do(family, device):
-    """CUDA graphs, each checked against the eager pass; simulated recordings where there are none."""
+    """CUDA graphs, each checked against the eager pass;
+    simulated recordings where there are none."""
     m = make(LIVELY[family], device=device)
     fast = Recorded(m, Tape if isinstance(m.tok.data, Paper) else JoinedGraph, say=pytest.fail)
     want, _ = generate(m, PROMPTS[:2], 12)

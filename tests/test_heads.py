@@ -1,4 +1,5 @@
-"""Trained heads: the loop stays exact, drafting says what training trained, files, what is refused."""
+"""Trained heads: the loop stays exact, drafting says what training trained, files,
+what is refused."""
 import json
 from dataclasses import replace
 
@@ -81,7 +82,8 @@ def test_a_head_drafts_for_stand_ins_too(models):
         assert promises.write(m, DRAFTERS["kangaroo"](m), 12) == promises.write(m, None, 12)
     *_, (state, _) = rounds(fast, PROMPTS[:1], 12, DRAFTERS["kangaroo"](fast))
     seen = {key.piece.sublayers for key in fast.home(state.cache).tapes}
-    assert seen == {tuple(range(4)), tuple(range(4, 12))}, "the exit, and the rest of a pass that is traced"
+    assert seen == {tuple(range(4)), tuple(range(4, 12))}, (
+        "the exit, and the rest of a pass that is traced")
 
 
 def checked(head, rule, far):
@@ -112,8 +114,10 @@ def in_turns(m, head, far):
 
 
 def with_tail(m, head, far):
-    """Its next draft begins behind what was accepted of the tail, here of a model that is always right."""
-    return Then(checked(wild(head), Says(lambda state: len(state.known[0]) % 2), far), ModelDraft(m, 2))
+    """Its next draft begins behind what was accepted of the tail,
+    here of a model that is always right."""
+    return Then(checked(wild(head), Says(lambda state: len(state.known[0]) % 2), far),
+                ModelDraft(m, 2))
 
 
 def both_ways(kinds):
@@ -160,7 +164,8 @@ def test_a_tree_has_as_many_levels_as_the_rule_says(models):
     watched = Watched(drafter, lambda state, draft: seen.append(draft))
     next(rounds(models["llama"], PROMPTS, 20, watched))
     assert seen[0].parents.tolist() == [[0, 0, 1, 1, 2]], "the third level is not drawn"
-    assert torch.equal(seen[0].q.argmax(-1), seen[0].tokens), "greedy, each token is what its q says"
+    assert torch.equal(seen[0].q.argmax(-1), seen[0].tokens), (
+        "greedy, each token is what its q says")
 
 
 def test_a_long_prompt_is_read_in_parts():
@@ -193,7 +198,8 @@ def test_a_head_is_saved_and_loaded(tmp_path, models, name):
     twin = heads.load(tmp_path, models["gemma2"])
     assert twin.ranks == [0.5, 0.25] and twin.shape == saved.shape and type(twin) is type(saved)
     before, after = saved.weights.state_dict(), twin.weights.state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
     fast, ids = Recorded(models["gemma2"], Tape), [4, 9, 0, 2, 16, 3]
     (tmp_path / "draft_vocab.json").write_text(json.dumps({"ids": ids}))
     head = heads.load(tmp_path, fast)
@@ -201,9 +207,11 @@ def test_a_head_is_saved_and_loaded(tmp_path, models, name):
     assert heads.shorter(head, [1]).price == head.price, "its own vocabulary stays"
     assert promises.write(fast, head.drafter(2), 12) == promises.write(models["gemma2"], None, 12)
     for _, r in rounds(fast, PROMPTS[:1], 9, head.drafter(1), warm, Coins(1)):
-        assert r.draft.q is None or r.draft.q[0, 0].nonzero()[:, 0].tolist() == sorted(ids), "and no others"
+        assert r.draft.q is None or r.draft.q[0, 0].nonzero()[:, 0].tolist() == sorted(ids), (
+            "and no others")
     own = head.own and head.own.model       # what the ShortHead stands for
-    assert own is None or isinstance(own, Recorded) and own.lead is fast, "they are rehearsed together"
+    assert own is None or isinstance(own, Recorded) and own.lead is fast, (
+        "they are rehearsed together")
 
 
 @pytest.mark.parametrize("kind", [Medusa, Kangaroo])

@@ -1,5 +1,5 @@
-"""Skip sets, how users write them, and how often a text accepts a draft, as in the loop. And drafting itself,
-beside the drafts that well-known mistakes give: these tests grade an exercise."""
+"""Skip sets, how users write them, and how often a text accepts a draft, as in the loop. And
+drafting itself, beside the drafts that well-known mistakes give: these tests grade an exercise."""
 import json
 from copy import deepcopy
 from dataclasses import replace
@@ -86,7 +86,8 @@ def test_texts_of_one_token_and_of_the_whole_context(models, family):
 
 
 def test_acceptances_are_float64_and_from_0_to_1():
-    """Whatever the weights are, whatever two rounded distributions sum to, and where a draft overflows."""
+    """Whatever the weights are, whatever two rounded distributions sum to,
+    and where a draft overflows."""
     teacher = Teacher(make(LLAMA).to(torch.bfloat16), IDS, warm)
     assert teacher.acceptance(DRAFTS["exit"]).dtype == torch.float64
     assert teacher.overlap(torch.full_like(teacher.p, torch.nan)).tolist() == [0.0] * len(IDS)
@@ -119,8 +120,10 @@ def test_skip_sets_as_users_write_them(text, attn, mlp, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("read, size, texts", [
-    (read_skip, 6, ['{"mlp": ["3"]}', '{"attn": [true]}', '{"attn": null}', '{"attn": [6]}', "[3]", "{}"]),
-    (read_vocab, 17, ['{"ids": 3}', '{"ids": []}', '{"ids": [1, 1]}', '{"ids": [17]}', '{"ids": [true]}'])])
+    (read_skip, 6,
+     ['{"mlp": ["3"]}', '{"attn": [true]}', '{"attn": null}', '{"attn": [6]}', "[3]", "{}"]),
+    (read_vocab, 17,
+     ['{"ids": 3}', '{"ids": []}', '{"ids": [1, 1]}', '{"ids": [17]}', '{"ids": [true]}'])])
 def test_files_that_make_no_sense_are_refused(read, size, texts, tmp_path):
     for text in texts:
         (tmp_path / "file.json").write_text(text)
@@ -153,7 +156,8 @@ TARGET = make(LLAMA)
 
 
 def begun(sublayers, prompts, taps=(), model=TARGET):
-    """A state after one plain round, and the draft of a SelfDraft that has begun there. Temperature 1."""
+    """A state after one plain round, and the draft of a SelfDraft that has begun there.
+    Temperature 1."""
     state, _ = next(rounds(TARGET, prompts, 20, probs=warm, coins=Coins(3)))
     state.taps, drafter = taps, SelfDraft(model, sublayers, 3)
     drafter.begin(state, {})
@@ -162,9 +166,11 @@ def begun(sublayers, prompts, taps=(), model=TARGET):
 
 SLIPS = {
     "all": "it drafts with all sub-layers; it is to draft with self.sublayers",
-    "stands": "every step stands at the position of the first; the k-th token stands at state.span(k, k + 1)",
+    "stands": "every step stands at the position of the first; the k-th token stands at "
+              "state.span(k, k + 1)",
     "late": "the steps stand one position too far: the last known token stands at offset 0",
-    "repeats": "every step reads the last known token; it must read the token that was drawn before it",
+    "repeats": "every step reads the last known token; it must read the token that was drawn "
+               "before it",
     "alone": "it runs without the cache, and so knows only the token that it reads"}
 
 
@@ -200,13 +206,14 @@ def test_a_draft_is_what_its_sublayers_say(name, rows):
     state, draft = begun(subs, TEXTS[rows])
     if draft.tokens.shape != (B, 3) or draft.q is None or draft.q.shape != (B, 3, 17):
         fail(f"{rows}, gamma = 3, 17 tokens", f"tokens {(B, 3)} and q {(B, 3, 17)}",
-             f"tokens {tuple(draft.tokens.shape)}, q {None if draft.q is None else tuple(draft.q.shape)}")
+             f"tokens {tuple(draft.tokens.shape)}, q "
+             f"{None if draft.q is None else tuple(draft.q.shape)}")
     for b, text in enumerate(state.known):
         tokens = draft.tokens[b].tolist()
         compare(draft.q[b], by_sublayers(text, tokens, subs),
                 {why: by_sublayers(text, tokens, subs, slip) for slip, why in SLIPS.items()},
-                f"the sub-layers {subs}, row {b} of {rows}, which ends with token {text[-1]}: q of the "
-                f"drafted {tokens}", rtol=1e-7)
+                f"the sub-layers {subs}, row {b} of {rows}, which ends with token {text[-1]}: q of "
+                f"the drafted {tokens}", rtol=1e-7)
 
 
 @pytest.mark.parametrize("rows", TEXTS)
@@ -218,16 +225,16 @@ def test_what_a_draft_hands_over_is_the_targets(name, rows, record_property):
     shared = shared_prefix(subs)
     state, draft = begun(subs, TEXTS[rows], taps=(0, 1, 9))
     if shared and (draft.reuse is None or draft.reuse.first < shared):
-        record_property("remark", "right, but it gains less: the target runs the sub-layers again that the "
-                                  "draft shares with it; hand them over as `reuse`")
+        record_property("remark", "right, but it gains less: the target runs the sub-layers again "
+                                  "that the draft shares with it; hand them over as `reuse`")
     if draft.reuse is None:
         return
     first, x, trace = draft.reuse.first, draft.reuse.x, draft.reuse.trace
     given = f"the sub-layers {subs}, of which the first {shared} are the target's; 3 drafts"
     if first > shared:
         fail(given, f"at most {shared} sub-layers handed over", first,
-             "after its first gap a draft computes other states than the target; only what comes before is "
-             "shared")
+             "after its first gap a draft computes other states than the target; only what comes "
+             "before is shared")
     if x.shape != (B, 4, 32):
         fail(given, f"x of all 4 tokens, {(B, 4, 32)}", tuple(x.shape),
              "the last draft was not run: nobody drafts from it, but the target must verify it" if
@@ -237,13 +244,15 @@ def test_what_a_draft_hands_over_is_the_targets(name, rows, record_property):
         states = {i + 1: s[0, n - 1 :] for i, s in read(TARGET, ids, range(12))[1].items()}
         states[0] = TARGET.embed(torch.tensor(ids[n - 1 :]))
         compare(x[b], states[first], {
-            "these are the states after all sub-layers of the draft; hand over those before its first gap":
+            "these are the states after all sub-layers of the draft; hand over those before its "
+            "first gap":
                 torch.cat([drafted_states(text, ids[n:], subs)[0], x[b, -1:]])},
             f"{given}: x of row {b}, as it enters sub-layer {first}", rtol=1e-7)
         if set(trace) != {tap for tap in (0, 1, 9) if tap < first}:
             fail(given + ", taps (0, 1, 9)", f"a trace of the taps before {first}", sorted(trace))
         for tap, got in trace.items():
-            compare(got[b], states[tap + 1], {}, f"{given}: the trace after sub-layer {tap}", rtol=1e-7)
+            compare(got[b], states[tap + 1], {},
+                    f"{given}: the trace after sub-layer {tap}", rtol=1e-7)
 
 
 @pytest.mark.parametrize("name", SUBLAYERS)
@@ -255,9 +264,11 @@ def test_a_copy_in_few_bits_hands_nothing_over(name):
         w.copy_((4 * w).round() / 4)
     _, draft = begun(SUBLAYERS[name], TEXTS["three rows"], (0, 1, 9), rough)
     if draft.reuse is not None:
-        fail(f"a quantised copy of the target drafts with the sub-layers {SUBLAYERS[name]}", "reuse = None",
-             f"the states before sub-layer {draft.reuse.first}", "a copy's states are not the target's, and "
-             "its text would change: hand them over only where self.is_target is true")
+        fail(f"a quantised copy of the target drafts with the sub-layers {SUBLAYERS[name]}",
+             "reuse = None",
+             f"the states before sub-layer {draft.reuse.first}",
+             "a copy's states are not the target's, and its text would change: hand them over only "
+             "where self.is_target is true")
 
 
 @pytest.mark.parametrize("name", SUBLAYERS)
@@ -269,6 +280,6 @@ def test_the_text_of_a_self_draft_is_the_targets(models, truth, name):
         for row, got in enumerate(generate(m, prompts, 8, SelfDraft(m, SUBLAYERS[name], 3))[0]):
             if got != want[row]:
                 fail(f"{name}, the prompt {prompts[row]}, row {row}", want[row], got,
-                     "the text has changed: does `reuse` hand over states, or the cache hold keys, that "
-                     "are not the target's? The last draft must have run through the shared sub-layers, "
-                     "too")
+                     "the text has changed: does `reuse` hand over states, or the cache hold keys, "
+                     "that are not the target's? The last draft must have run through the shared "
+                     "sub-layers, too")

@@ -1,5 +1,5 @@
-"""What `measure_costs` makes of known timings; and a table is measured once for each machine, model and
-dtype, whatever lies in the cache folder."""
+"""What `measure_costs` makes of known timings; and a table is measured once for each machine, model
+and dtype, whatever lies in the cache folder."""
 import json
 
 import pytest
@@ -39,7 +39,8 @@ def test_costs_leave_out_the_call_itself(models, monkeypatch):
     def fake(actions, repeats):
         called.extend(action() for action in actions.values())
         times = {name: 2.0 + name for name in actions if isinstance(name, int)}
-        blocks = {(T, which): 99.0 if which else 43.0 + 2 * T for T in WIDTHS for which in ("before", "")}
+        blocks = {(T, which): 99.0 if which else 43.0 + 2 * T for T in WIDTHS
+                  for which in ("before", "")}
         return times | {"empty": 0.5, "step": 3.0, "head": 2.0, "far": 13.6, "choose": 9.0} | blocks
 
     monkeypatch.setattr(measure, "interleave", fake)
@@ -47,7 +48,8 @@ def test_costs_leave_out_the_call_itself(models, monkeypatch):
         costs = measure_costs(models["llama"], repeats=3)
     assert costs == Costs(tuple(0.5 * (1.5 + i) for i in range(12)), 2.0,
                           tuple((T, (43 + 2 * T) / 45) for T in WIDTHS),
-                          slot=pytest.approx(0.5 * (13.6 - 4) / 960), context=64, call=1.0, thinking=9.0)
+                          slot=pytest.approx(0.5 * (13.6 - 4) / 960), context=64, call=1.0,
+                          thinking=9.0)
     assert costs.whole == 45 and costs.step(range(2)) == pytest.approx((0.5 * 4 + 3) / 45)
     assert [x.shape for _, x in called[15:33:2]] == [(1, 1, 17)] * 9, "one token before each block"
     assert [x.shape for _, x in called[16:33:2]] == [(1, T, 17) for T in WIDTHS]
@@ -89,21 +91,26 @@ def test_the_number_of_repeats_is_that_of_the_passes_measured(models, monkeypatc
 
 def test_a_real_measurement_is_a_table(models):
     costs = measure_costs(models["gemma2"], repeats=1)
-    assert len(costs.sublayers) == 12 and min(costs.sublayers) > 0 and costs.head > 0 and costs.window == 5
+    assert len(costs.sublayers) == 12
+    assert min(costs.sublayers) > 0
+    assert costs.head > 0
+    assert costs.window == 5
     assert 0 < costs.step(range(4)) < costs.step(range(12)) == 1
 
 
 def test_other_machines_models_and_types_have_other_tables(monkeypatch):
     model, same = make(LLAMA), make(LLAMA, seed=1)
     same(torch.tensor([[1, 2, 3]]))     # nor does it matter what it has read so far
-    names = [identity(m) for m in (model, same, make(LLAMA).float(), quantise(model, "int8"), make(GEMMA))]
+    names = [identity(m)
+             for m in (model, same, make(LLAMA).float(), quantise(model, "int8"), make(GEMMA))]
     assert names[0] == names[1] and len(set(names)) == 4
     monkeypatch.setattr(kept, "hardware", lambda device: "another one, 64 threads")
     assert identity(model) not in names
 
 
 @pytest.mark.parametrize("damage", [
-    {"sublayers": [1.0]}, {"head": -1}, {"slot": "0"}, {"passes": 1}, {"blocks": [[1, 1.0]]}], ids=str)
+    {"sublayers": [1.0]}, {"head": -1}, {"slot": "0"}, {"passes": 1}, {"blocks": [[1, 1.0]]}],
+                         ids=str)
 def test_a_table_that_makes_no_sense_is_refused_and_a_short_one_read(tmp_path, damage):
     good = {"sublayers": [1.0] * 12, "head": 5, "passes": [[1, 1.0]]}
     (tmp_path / "costs.json").write_text(json.dumps(good | damage))
@@ -112,7 +119,8 @@ def test_a_table_that_makes_no_sense_is_refused_and_a_short_one_read(tmp_path, d
     with pytest.raises(ValueError, match="costs.json: not a table of costs"):
         (tmp_path / "costs.json").write_text('{"loss": 1.5}')
         read_costs(tmp_path / "costs.json", LLAMA)
-    (tmp_path / "costs.json").write_text('{"sublayers": [1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2], "head": 5}')
+    (tmp_path / "costs.json").write_text(
+        '{"sublayers": [1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2], "head": 5}')
     assert read_costs(tmp_path / "costs.json", LLAMA) == Costs((1, 2) * 6, 5, ((1, 1.0),))
 
 
@@ -135,4 +143,5 @@ def test_a_recorded_model_replays_passes_and_has_its_own_table(models, measured,
     assert kept_costs(recorded) != kept_costs(models["llama"]) and len(measured) == 2
     monkeypatch.setattr(Recorded, "record", lambda self, tapes, key, *args: made.append(key.piece))
     measure_costs(recorded, repeats=2)
-    assert {piece and piece.sublayers for piece in made} == {None, tuple(range(12))}, "no sub-layer alone"
+    assert {piece and piece.sublayers for piece in made} == {None, tuple(range(12))}, (
+        "no sub-layer alone")

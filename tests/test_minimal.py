@@ -1,4 +1,5 @@
-"""minimal.py is `speculative.rounds` at batch 1: the same tokens, and the same coins spent on them."""
+"""minimal.py is `speculative.rounds` at batch 1:
+the same tokens, and the same coins spent on them."""
 import math
 import runpy
 from dataclasses import replace

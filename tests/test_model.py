@@ -1,4 +1,5 @@
-"""The forward pass against itself without a cache, and by hand; against `transformers`: test_checkpoint.py.
+"""The forward pass against itself without a cache, and by hand; against `transformers`:
+test_checkpoint.py.
 
 In float64 both sides agree to 1e-14, so that 1e-12 leaves no room for a mistake.
 """
@@ -36,7 +37,8 @@ def test_cached_blocks_equal_the_full_pass(family, block):
     off = error(got, m.run(m.embed(tokens), Placement.span(0, 20)))
     promise(off < 1e-12, f"a tiny {family} that reads two texts of 20 tokens in blocks of {block}",
             "the states of one pass over the whole text", f"states that are off by {off:.2g}",
-            "a key or value lies in another slot, or of another block is read what `end` or `start` excludes")
+            "a key or value lies in another slot, or of another block is read what `end` or "
+            "`start` excludes")
 
 
 BRANCHES = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()    # a root and two children
@@ -107,16 +109,19 @@ def test_the_norm_of_gemma2_works_in_float32():
     exact *= GEMMA.norm_offset + norm.weight.double()
     got = norm(x)
     given = "64 rows of 512 numbers and a weight, all in bfloat16, offset = 1"
-    promise(got.dtype == torch.bfloat16, given, "bfloat16", str(got.dtype), "the result has the type of x")
+    promise(got.dtype == torch.bfloat16, given, "bfloat16", str(got.dtype),
+            "the result has the type of x")
     right = float((got == exact.bfloat16()).double().mean())
-    promise(right > 0.999, given, "the exact norm, rounded once", f"{right:.0%} of the numbers are this",
+    promise(right > 0.999, given, "the exact norm, rounded once",
+            f"{right:.0%} of the numbers are this",
             "was 1 + w rounded to bfloat16? Compute in float32 or wider, and round at the end")
 
 
 def test_embeddings_are_scaled_by_the_rounded_scale():
     m = Transformer(replace(GEMMA, embed_scale=3584**0.5)).bfloat16().requires_grad_(False)
     m.tok.data.fill_(1.5)
-    assert m.embed(torch.tensor([[1]])).unique().tolist() == [89.5], "1.5 * 59.75, not 1.5 * 59.87 = 90"
+    assert m.embed(torch.tensor([[1]])).unique().tolist() == [89.5], (
+        "1.5 * 59.75, not 1.5 * 59.87 = 90")
     assert float(Transformer(GEMMA).double().scale) == 32**0.5, "it went through float32 to float64"
 
 
@@ -167,7 +172,8 @@ def test_frequencies_of_llama3_by_hand():
         "between the two factors it blends, it does not jump": [1.0, 0.1, 0.01 / 8, 0.001 / 8]},
         f"frequencies(8, 10000.0, {scaling})")
     scaling = scaling | {"factor": 2.0}
-    compare(frequencies(8, 10000.0, scaling), [1.0, 0.1, keep * 0.01 + (1 - keep) * 0.01 / 2, 0.001 / 2], {},
+    compare(frequencies(8, 10000.0, scaling),
+            [1.0, 0.1, keep * 0.01 + (1 - keep) * 0.01 / 2, 0.001 / 2], {},
             f"frequencies(8, 10000.0, {scaling})")
 
 
@@ -187,7 +193,8 @@ def test_rotate_by_hand():
 def test_visible_in_the_first_block():
     at = torch.tensor([[0, 1, 2]])
     mask = visible(at, at, 4)
-    promise(mask.dtype == torch.bool, "a block in slots 0 1 2", "a mask of torch.bool", str(mask.dtype))
+    promise(mask.dtype == torch.bool, "a block in slots 0 1 2", "a mask of torch.bool",
+            str(mask.dtype))
     look(visible(at, at, 4)[0], ["x...", "xx..", "xxx."], {
         "a token must see itself": ["....", "x...", "xx.."],
         "a token sees what stands behind it: the mask is upside down": ["xxx.", ".xx.", "..x."],

@@ -88,9 +88,12 @@ class Half(StandIn):
 @given(st.floats(0.01, 0.6), st.floats(0.0, 0.2), st.integers(1, 3), st.integers(0, 99))
 @settings(max_examples=25, derandomize=True, deadline=None)
 def test_it_costs_no_more_than_it_may(price, slope, B, seed):
-    """Up to any round, whatever its arms are worth and promise. What a row wins it wins for itself only."""
+    """Up to any round, whatever its arms are worth and promise.
+    What a row wins it wins for itself only."""
     m, blocks = TARGET, ((1, 1.0), (17, 1 + 16 * slope))
-    costs, taken, rules = replace(EVEN, passes=blocks), 0.0, [Calibrated(prior=0.98) for _ in range(3)]
+    costs = replace(EVEN, passes=blocks)
+    taken = 0.0
+    rules = [Calibrated(prior=0.98) for _ in range(3)]
     for rule in rules:
         rule.trust = [Beta(1e9)] * 11 if seed % 3 else rule.trust       # it never stops by itself
     drafters = (ModelDraft(Half(m), rules[0]), ModelDraft(make(m.c, 1), rules[1]),
@@ -100,7 +103,8 @@ def test_it_costs_no_more_than_it_may(price, slope, B, seed):
     prompts = [PROMPTS[(seed + b) % 4] for b in range(B)]
     for state, r in rounds(m, prompts, 40, drafter, warm if seed % 2 else to_probs, Coins(seed)):
         T, arm = r.p.shape[1], drafter.choice.arm
-        taken += (price * (T - 1) + slope) * (arm in arms) + costs.pass_cost(B * T) / costs.pass_cost(B)
+        taken += ((price * (T - 1) + slope) * (arm in arms)
+                  + costs.pass_cost(B * T) / costs.pass_cost(B))
         rows = zip(state.known, prompts, r.new, strict=True)
         least = min(len(text) - len(ids) for text, ids, new in rows if new)
         assert taken <= STAKE + (1 + RISK) * least + 1e-9 and drafter.balance > -1e-9
@@ -127,8 +131,8 @@ def test_a_longer_text_makes_passes_dearer(models):
 
 @pytest.mark.parametrize("name, prior, price", [("nothing", 0.0, 0.9), ("right", 1.0, 0.01)])
 def test_a_choice_holds_for_several_rounds(name, prior, price):
-    """Choosing takes a fifth of a pass. A choice made again holds for one round more, then for 3, 7, 15 and
-    at most 20, whatever it is. Counting weights it is free."""
+    """Choosing takes a fifth of a pass. A choice made again holds for one round more, then for 3,
+    7, 15 and at most 20, whatever it is. Counting weights it is free."""
     for thinking, times in (2.6, 5), (0.0, None):
         arm = Arm("right", ModelDraft(TARGET, Calibrated(prior=prior)), each(price), 1)
         drafter, awake = Pace(TARGET, [arm], replace(EVEN, thinking=thinking)), []
@@ -139,7 +143,8 @@ def test_a_choice_holds_for_several_rounds(name, prior, price):
 
 
 def test_a_rule_that_takes_long_is_not_asked():
-    """Then the arm drafts the length that is best by its acceptance rate, and learns it all the same."""
+    """Then the arm drafts the length that is best by its acceptance rate,
+    and learns it all the same."""
     asked = []
     for asking in 0.5 * REST, 2 * REST:
         rule = Calibrated(prior=0.6)
@@ -166,7 +171,8 @@ def test_it_changes_to_what_is_better_and_remembers():
     assert drafter.chosen["right"] > 5 * drafter.chosen["wrong"] > 0
     before, known = dict(drafter.chosen), [arm.drafter.rule.skill.mean() for arm in arms]
     assert known[0] < 0.9 < known[1]
-    right = f"{drafter.chosen['right']} rounds ({known[1]:.0%} accepted, each token costs 20% of a pass)"
+    right = (f"{drafter.chosen['right']} rounds "
+             f"({known[1]:.0%} accepted, each token costs 20% of a pass)")
     assert drafter.summary().startswith(f"right in {right}")
     generate(TARGET, PROMPTS[1:2], 20, drafter)
     assert drafter.chosen["wrong"] - before["wrong"] <= 1
@@ -177,7 +183,8 @@ def test_what_would_have_been_copied(models):
     drafter = Pace(models["llama"], [], CHEAP)
     drafter.found, drafter.lookup.matched = [[5, 6, 7], [5, 6], [], [1]], [3, 2, 0, 1]
     drafter.copied.learn(drafter.lookup.matched, drafter.found, [[5, 6, 9], [5, 6], [3], [2]])
-    one, two = drafter.copied.skills[1:3]      # a match of one token; of two and three: 2 of 3, then 2 of 2
+    # a match of one token; of two and three: 2 of 3, then 2 of 2
+    one, two = drafter.copied.skills[1:3]
     assert (one.hits, one.misses, two.hits, two.misses) == (0, 1, 2 * FADE + 2, FADE)
     assert (one.mean(), two.mean()) == (1 / 3, (2 * FADE + 2 + 1.5) / (3 * FADE + 4))
 
@@ -209,7 +216,8 @@ def test_one_more_is_drafted_while_its_chance_exceeds_its_price():
 
 
 def test_outcomes_are_counted_by_hand():
-    """One row rejected at its second token, one accepted whole. In other drafters' rounds it only fades."""
+    """One row rejected at its second token, one accepted whole.
+    In other drafters' rounds it only fades."""
     rule, r = Calibrated(), make_round([[1, 1], [1, 1, 1]], [1, 2], [3, 2])
     rule.learn(None, r)
     assert rule.skill.hits == rule.skill.misses == 0
@@ -242,7 +250,8 @@ def test_promises_of_blocks_by_hand(models):
     drafter.passes = list(map(costs.pass_cost, range(4)))
     drafter.now, drafter.balance = Forecast(9, 2, 1.0), 9.0
     assert drafter.promise(arm, 1.0) == (pytest.approx(max(2 / 1.65, 3 / 2.25)), 2), "room for two"
-    for drafter.balance, g in (0.9, 1), (0.7, 0):      # of 1.25 for two and .65 for one, and .2 for reading
+    # of 1.25 for two and .65 for one, and .2 for reading
+    for drafter.balance, g in (0.9, 1), (0.7, 0):
         assert drafter.promise(arm, 1.0)[1] == g
     arm.longest, drafter.balance, drafter.thinking = 1, 9.0, 0.4
     assert drafter.promise(arm, 1.0) == (1.0, 0), "to choose costs something, too"
@@ -259,8 +268,10 @@ def test_candidates_and_their_prices(models):
         price, whole = costs.pricing(subs, 3 / 17), costs.pricing(range(12))
         assert arm.drafting(50, 1) == price(50) / whole(50) != costs.step(subs, 3 / 17)
     dear = replace(costs, call=0.8 * costs.head)    # a step costs what most of the head does
-    assert not any(isinstance(arm.drafter.model, ShortHead) for arm in candidates(m, dear, SKIP, [1] * 10))
-    assert all(isinstance(arm.drafter.model, ShortHead) for arm in candidates(m, dear, SKIP, [1, 2, 3]))
+    assert not any(isinstance(arm.drafter.model, ShortHead)
+                   for arm in candidates(m, dear, SKIP, [1] * 10))
+    assert all(isinstance(arm.drafter.model, ShortHead)
+               for arm in candidates(m, dear, SKIP, [1, 2, 3]))
 
 
 def test_of_trained_heads_the_best_by_their_training_is_a_candidate(models):
@@ -275,7 +286,8 @@ def test_of_trained_heads_the_best_by_their_training_is_a_candidate(models):
 def test_trained_heads_and_their_prices(models, family):
     """All parts of the table are different; a head's own weights cost what the blocks' do."""
     m, by = models[family], weight_costs(models[family].c)
-    costs = Costs(tuple(2.0 * x for x in by.sublayers), by.head, ((1, 1.0), (17, 2.0)), 3.0, 10, m.c.window)
+    costs = Costs(tuple(2.0 * x for x in by.sublayers), by.head, ((1, 1.0), (17, 2.0)), 3.0,
+                  10, m.c.window)
     whole, slots = costs.pricing(range(12))(50), 3.0 * 40
     for head, E, once, own in ((Kangaroo(m, 2), 2, costs.sublayers[0], costs.sublayers[0]),
                                (Eagle(m), 0, 0.0, sum(costs.sublayers[:2]))):      # with D

@@ -1,4 +1,5 @@
-"""The page to step through: its data are what `rounds` yielded, and what a model writes stays data."""
+"""The page to step through: its data are what `rounds` yielded,
+and what a model writes stays data."""
 import json
 import re
 
@@ -34,7 +35,8 @@ def test_the_page_says_what_rounds_yielded(stories, drafter):
     steps = rounds(model, [ids], 16, drafter(model), WARM, Coins(5))
     for (_, r), page in zip(steps, found["rounds"], strict=True):
         drafted, accepted = r.draft.tokens[0, : int(r.draft.length[0])].tolist(), int(r.accepted)
-        assert page["start"] == len(known) - 1 and page["block"] == [name(t) for t in (known[-1], *drafted)]
+        assert page["start"] == len(known) - 1
+        assert page["block"] == [name(t) for t in (known[-1], *drafted)]
         assert len(page["places"]) == page["accepted"] + 1 == accepted + 1
         known += r.new[0]
         assert "".join(t for t, _ in page["new"]) == tokenizer.decode(r.new[0])
@@ -46,8 +48,10 @@ def test_the_page_says_what_rounds_yielded(stories, drafter):
             assert (d["coin"] < want[0] / want[1]) == (k < accepted), "the coin decided"
             assert any(bar[1:3] == pytest.approx(want, abs=1e-3) for bar in d["bars"])
             assert d["left"] == pytest.approx(float((p - q).clamp(min=0).sum()), abs=1e-3)
-        (p, q, end), = (bar[1:4] for bar in page["places"][-1]["bars"] if bar[0] == name(r.new[0][-1]))
-        assert end - (p - q) / page["places"][-1]["left"] - 1e-3 < page["coin"] < end + 1e-3, "it fell there"
+        (p, q, end), = (bar[1:4] for bar in page["places"][-1]["bars"]
+                        if bar[0] == name(r.new[0][-1]))
+        assert end - (p - q) / page["places"][-1]["left"] - 1e-3 < page["coin"] < end + 1e-3, (
+            "it fell there")
     assert found["tokens"] == [name(t) for t in known]
 
 
@@ -68,7 +72,8 @@ def test_of_a_batch_it_shows_the_first_row_which_may_end_first(stories):
         player.add(state, r)
         written += r.new[0]
     assert player.tokens == prompts[0] + written and len(player.tokens) == LLAMA.max_len
-    tested = [(d, k < r["accepted"]) for r in player.rounds for k, d in enumerate(r["places"]) if d["text"]]
+    tested = [(d, k < r["accepted"]) for r in player.rounds for k, d in enumerate(r["places"])
+              if d["text"]]
     assert tested and all(ok == (d["coin"] < d["p"] / d["q"]) for d, ok in tested)
 
 
@@ -84,18 +89,21 @@ def test_whatever_a_model_writes_is_data(stories):
 
 
 def test_on_the_command_line(stories, tmp_path, capsys):
-    """A greedy page also has p and q from before the one-hot, which are computed here without a cache."""
+    """A greedy page also has p and q from before the one-hot,
+    which are computed here without a cache."""
     path, (model, tokenizer) = tmp_path / "run.html", stories
-    argv = "Once upon a time", "--max-new", "12", "--draft", "exit", "--dtype", "float32", "--json", "--page"
+    argv = ["Once upon a time", *"--max-new 12 --draft exit --dtype float32 --json --page".split()]
     assert generate.main([*argv, str(path)]) == 0
     (output,) = json.loads(capsys.readouterr().out)["outputs"]
     found = data(path.read_text(encoding="utf-8"))
     assert "".join(t for r in found["rounds"] for t, _ in r["new"]) == output["text"]
     assert found["settings"]["model"] == "stories-llama" and found["settings"]["temperature"] == 0
     ids = torch.tensor([checkpoint.encode(tokenizer, argv[0], model.c.bos) + output["ids"]])
-    places, at = [d for r in found["rounds"] for d in r["places"]], Placement.span(0, ids.shape[1], "cpu")
+    places = [d for r in found["rounds"] for d in r["places"]]
+    at = Placement.span(0, ids.shape[1], "cpu")
     for column, blocks in ((4, 24), (5, 4)):
         x = model.run(model.embed(ids), at, None, range(2 * blocks))
-        for d, top in zip(places, model.unembed(x)[0, -13:-1].softmax(-1).amax(-1).tolist(), strict=True):
+        for d, top in zip(places, model.unembed(x)[0, -13:-1].softmax(-1).amax(-1).tolist(),
+                          strict=True):
             found = max(bar[column] for bar in d["bars"])
             assert found == pytest.approx(top, abs=1e-3) or (column == 5 and d["text"] is None)

@@ -1,4 +1,5 @@
-"""What runs on CUDA has the CPU's numbers on a simulated GPU, and waits nowhere else than is known."""
+"""What runs on CUDA has the CPU's numbers on a simulated GPU,
+and waits nowhere else than is known."""
 import expected
 import promises
 import pytest
@@ -40,7 +41,8 @@ def test_the_span_of_a_block_is_that_of_all_rows(gpu, lengths, offsets, want):
     state = State(torch.zeros(len(n), 1100, device="cuda"), n, known, [9], *6 * [None])
     calls(gpu)
     at = state.span(*offsets)
-    assert (at.first, at.end) == want and not {"item", "tolist", "_local_scalar_dense"} & set(calls(gpu))
+    assert (at.first, at.end) == want
+    assert not {"item", "tolist", "_local_scalar_dense"} & set(calls(gpu))
 
 
 def test_a_checkpoint_is_loaded_straight_onto_the_gpu(gpu, tmp_path):

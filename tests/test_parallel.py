@@ -33,7 +33,8 @@ from support import drafts
 from support import generate as command
 
 ROOT = Path(__file__).parent.parent
-SHAPES = {family: replace(c, n_layers=3, n_heads=8, n_kv_heads=4) for family, c in (LIVELY | QWEN).items()}
+SHAPES = {family: replace(c, n_layers=3, n_heads=8, n_kv_heads=4)
+          for family, c in (LIVELY | QWEN).items()}
 DRAFTERS = {  # (target, small model) -> drafter
     "plain": lambda m, small: None,
     "model": lambda m, small: ModelDraft(small, 3),
@@ -45,8 +46,8 @@ DRAFTERS = {  # (target, small model) -> drafter
 
 
 def written(folder):
-    """{family and drafter: [text and passes, greedy; the same, sampled]}, and greedy texts, quantised: of
-    plain decoding and of two drafts. Each process quantises its own slices."""
+    """{family and drafter: [text and passes, greedy; the same, sampled]}, and greedy texts,
+    quantised: of plain decoding and of two drafts. Each process quantises its own slices."""
     part, made = parallel.here(), {}
 
     def load(family, quant=None):
@@ -103,8 +104,8 @@ def child(rank, world, port, folder, job, args):
 
 
 def spawn(folder, world, job, *args, lost=None):
-    """job(*args) in several processes: [(result or None, stdout, stderr)], by rank. As under torchrun their
-    parent keeps the store in which they meet. `lost` is not waited for."""
+    """job(*args) in several processes: [(result or None, stdout, stderr)], by rank. As under
+    torchrun their parent keeps the store in which they meet. `lost` is not waited for."""
     folder.mkdir()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "tokenizers"])
@@ -210,16 +211,16 @@ class Lucky(Rule):
 
 
 def each_source(folder):
-    """{--draft and more flags: the ids that generate.py writes, or the line that refuses it} for every row
-    of the table; some rows sample."""
+    """{--draft and more flags: the ids that generate.py writes, or the line that refuses it} for
+    every row of the table; some rows sample."""
     kinds = {"model": folder / "words", "heads": folder / "heads", "file": f"{folder}/mine.py:Mine"}
     more = {"skip": ["--skip", "a1"], "int8": ["--draft-vocab", folder / "few.json"],
             "file": ["--temperature", 1], "exit": ["--rule", f"{folder}/mine.py:Lucky"]}
     found = {}
     for kind in drafts.SOURCES:
         out = io.StringIO()
-        words = ["ab ab ab", "--model", folder / "words", "--device", "cpu", "--max-new", 12, "--json",
-                 "--draft", kinds.get(kind, kind), *more.get(kind, [])]
+        words = ["ab ab ab", "--model", folder / "words", "--device", "cpu", "--max-new",
+                 12, "--json", "--draft", kinds.get(kind, kind), *more.get(kind, [])]
         try:
             with redirect_stdout(out):
                 command.run(command.parse([str(word) for word in words]))
@@ -239,7 +240,8 @@ def test_every_source_drafts_in_two_processes_or_says_why_not(folders, tmp_path)
     assert err == other == "" and first == second
     alone = each_source(folders)
     refused = {kind for kind, got in first.items() if isinstance(got, str)}
-    assert refused == {*heads.KINDS, "heads"} and all("processes" in first[kind] for kind in refused)
+    assert refused == {*heads.KINDS, "heads"}
+    assert all("processes" in first[kind] for kind in refused)
     for kind in drafts.SOURCES.keys() - refused:
         assert first[kind] == alone[kind], kind
     assert all(alone[kind] == alone["none"] for kind in drafts.NAMED.keys() - refused)
@@ -248,9 +250,11 @@ def test_every_source_drafts_in_two_processes_or_says_why_not(folders, tmp_path)
 def test_torchrun_writes_one_text(tmp_path):
     """From any folder, on the shipped model; what the others print is not seen."""
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            ROOT / "generate.py", "Once upon a time", *"--max-new 6 --dtype float32 --device cpu".split()]
+            ROOT / "generate.py", "Once upon a time",
+            *"--max-new 6 --dtype float32 --device cpu".split()]
     out = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert out.returncode == 0 and out.stdout.count("Once upon a time, there was a little girl") == 1
+    assert out.returncode == 0
+    assert out.stdout.count("Once upon a time, there was a little girl") == 1
 
 
 @pytest.fixture
@@ -261,7 +265,8 @@ def argv(folders):
 
 def test_what_all_find_wrong_is_said_once(argv, tmp_path):
     found = spawn(tmp_path / "group", 2, main, [*argv, "--exit-layer", "9"])
-    assert [status for status, *_ in found] == [2, 2] and "".join(err for *_, err in found).count("\n") == 1
+    assert [status for status, *_ in found] == [2, 2]
+    assert "".join(err for *_, err in found).count("\n") == 1
 
 
 @pytest.mark.parametrize("victim, how, limit", [(0, signal.SIGKILL, 60), (1, signal.SIGSTOP, 5)])
@@ -269,4 +274,5 @@ def test_a_process_that_is_lost_ends_the_others(argv, tmp_path, victim, how, lim
     found = spawn(tmp_path / "group", 2, main, argv, victim, how, limit, lost=victim)
     assert found[victim][0] is None, "it never got to its end"
     status, _, err = found[1 - victim]
-    assert status == 2 and err.startswith(f"generate.py: process {1 - victim} of 2 has lost the others")
+    assert status == 2
+    assert err.startswith(f"generate.py: process {1 - victim} of 2 has lost the others")

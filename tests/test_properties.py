@@ -1,5 +1,6 @@
-"""Properties of the pure functions, on inputs that hypothesis makes up and shrinks: each compares with a
-slow definition that shares no code with ours. Damaged files are refused in one line, whatever the damage."""
+"""Properties of the pure functions, on inputs that hypothesis makes up and shrinks: each compares
+with a slow definition that shares no code with ours.
+Damaged files are refused in one line, whatever the damage."""
 import itertools
 import json
 import math
@@ -67,7 +68,8 @@ def test_coins_are_splitmix64_in_purchases_of_any_size(seed, counts):
 # --- the model
 
 
-@given(st.data(), st.integers(1, 7), st.integers(0, 30), st.none() | st.integers(1, 24), st.integers(1, 3))
+@given(st.data(), st.integers(1, 7), st.integers(0, 30), st.none() | st.integers(1, 24),
+       st.integers(1, 3))
 @unshrunk()
 def test_visible_is_its_definition(data, T, first, window, rows):
     """One tree or a tree for each row."""
@@ -82,7 +84,8 @@ def test_visible_is_its_definition(data, T, first, window, rows):
     for b, t, s in itertools.product(range(rows), range(T), range(end)):
         own, inside = int(positions[b, t]), firsts[b] <= s < firsts[b] + T
         at = int(positions[b, s - firsts[b]]) if inside else s
-        sees = bool(seen.expand(rows, T, T)[b, t, s - firsts[b]]) if inside else s < firsts[b] and s < own
+        sees = (bool(seen.expand(rows, T, T)[b, t, s - firsts[b]]) if inside
+                else s < firsts[b] and s < own)
         want[b, t, s] = sees and (window is None or own - at < window)
     compare(visible(positions, slots, end, asked, window), want, {},
             f"visible({positions.tolist()}, {slots.tolist()}, {end}, tree = "
@@ -99,12 +102,14 @@ def test_rotation_keeps_lengths_and_knows_distances_only(half, i, j, shift):
     compare(turn(x, i).norm(), x.norm(), {},
             f"the length of a vector of {2 * half} numbers, turned to {i}", 1e-11)
     off = float((turn(x, i) @ turn(y, j) - turn(x, i + shift) @ turn(y, j + shift)).abs())
-    promise(off < 1e-10, f"two vectors at {i} and {j}, and both {shift} further", "the same product",
+    promise(off < 1e-10, f"two vectors at {i} and {j}, and both {shift} further",
+            "the same product",
             f"it differs by {off:.2g}", "a product of rotated vectors knows their distance only")
     by_pairs = [complex(x[k], x[k + half]) * complex(math.cos(i * f), math.sin(i * f))
                 for k, f in enumerate(freqs.tolist())]
     want = wide([z.real for z in by_pairs] + [z.imag for z in by_pairs])
-    compare(turn(x, i) + 9, want + 9, {}, f"pairs as complex numbers, turned to position {i}", 1e-11)
+    compare(turn(x, i) + 9, want + 9, {}, f"pairs as complex numbers, turned to position {i}",
+            1e-11)
 
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 3))
@@ -117,10 +122,13 @@ def test_a_cache_is_a_table_of_slots(data, B, T):
         value = (torch.arange(T).double() / 8 + step + 1)[:, None].expand(B, LLAMA.n_kv_heads, T, D)
         end, start = data.draw(st.integers(1, S)), data.draw(st.integers(0, S))
         keys, values = cache.write(step % 2, value, -value, Placement(at, at[:, :T], 0, end), start)
-        table |= {(step % 2, b, int(at[b, t])): step + 1 + t / 8 for b in range(B) for t in range(T)}
+        table |= {(step % 2, b, int(at[b, t])): step + 1 + t / 8 for b in range(B)
+                  for t in range(T)}
         want = max(0, end - start)
-        promise(keys.shape[2] == values.shape[2] == want, f"6 slots, start = {start}, at.end = {end}",
-                f"{want} slots come back", f"{keys.shape[2]} of the keys, {values.shape[2]} of the values")
+        promise(keys.shape[2] == values.shape[2] == want,
+                f"6 slots, start = {start}, at.end = {end}",
+                f"{want} slots come back",
+                f"{keys.shape[2]} of the keys, {values.shape[2]} of the values")
         src = torch.tensor([data.draw(st.permutations(range(S))) for _ in range(B)])[:, :T]
         cache.move(src, at[:, :T])
         old = dict(table)
@@ -156,7 +164,8 @@ def loads_or_refuses(folder, name, content):
 
 NAMES = ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"]
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-VALUES = PLAIN | st.lists(PLAIN, max_size=3) | st.dictionaries(st.text(max_size=5), PLAIN, max_size=3)
+VALUES = (PLAIN | st.lists(PLAIN, max_size=3)
+          | st.dictionaries(st.text(max_size=5), PLAIN, max_size=3))
 
 
 @given(st.sampled_from(NAMES), st.data())
@@ -185,6 +194,7 @@ def test_any_header_of_the_weights(folder, data):
     header[name] = data.draw(VALUES | st.fixed_dictionaries({
         "dtype": st.sampled_from(["F32", "BF16", "I64", "F99"]),
         "shape": st.lists(st.integers(-1, 99) | st.just(2**62), max_size=3),
-        "data_offsets": st.lists(st.integers(0, len(body)) | st.just(2**63), min_size=2, max_size=2)}))
+        "data_offsets": st.lists(st.integers(0, len(body)) | st.just(2**63), min_size=2,
+                                 max_size=2)}))
     text = json.dumps(header).encode()
     loads_or_refuses(folder, "model.safetensors", struct.pack("<Q", len(text)) + text + body)

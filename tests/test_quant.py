@@ -52,13 +52,15 @@ def test_the_codebook_is_the_published_one():
 
 def test_int8_by_hand():
     q = Int8(torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0], [254.0, 2.9, -3.1]]))
-    assert q.codes[:, :3].tolist() == [[64, -127, 32], [0, 0, 0], [127, 1, -2]] and not q.codes[:, 3:].any()
+    assert q.codes[:, :3].tolist() == [[64, -127, 32], [0, 0, 0], [127, 1, -2]]
+    assert not q.codes[:, 3:].any()
     assert q.full(torch.float64)[0].tolist() == pytest.approx([64 * 2 / 127, -2, 32 * 2 / 127])
     assert q.full(torch.bfloat16)[1:].tolist() == [[0, 0, 0], [254, 2, -4]]
 
 
 def test_int8_in_half_types():
-    """A scale of 8.7e-8 would be 6e-8 in float16, and 185 would wrap to -71. Codes are rounded once."""
+    """A scale of 8.7e-8 would be 6e-8 in float16, and 185 would wrap to -71.
+    Codes are rounded once."""
     assert Int8(torch.full((1, 4), 1.1e-5).half()).codes[0, :4].tolist() == [127] * 4
     w = torch.randn(1, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
     q = Int8(w)
@@ -112,7 +114,8 @@ def test_nf4_by_hand():
 
 @kinds
 @pytest.mark.parametrize("dtype, device, near", [
-    (torch.float64, "cpu", 1e-12), (torch.bfloat16, "cpu", 2e-2), (torch.bfloat16, "cuda", 2e-2)], ids=str)
+    (torch.float64, "cpu", 1e-12), (torch.bfloat16, "cpu", 2e-2), (torch.bfloat16, "cuda", 2e-2)],
+                         ids=str)
 def test_the_product_is_that_of_the_matrix_it_stands_for(kind, dtype, device, near, monkeypatch):
     """Also where rows.cpp has one of its own, which is for at most 16 rows; x may be a view."""
     few = Mock(wraps=rows.call)
@@ -178,9 +181,11 @@ ROUGH = {
     "int4": lambda m: SelfDraft(
         quantise(m, "int4", head="int4"), range(12), tiny.Says(lambda s: 1 + sum(s.left) % 3)),
     "nf4, exit": lambda m: SelfDraft(quantise(m, "nf4"), range(8), 3),
-    "a small model in int4": lambda m: ModelDraft(quantise(small(m), "int4", head="int4"), tiny.Unsure(4)),
+    "a small model in int4": lambda m:
+        ModelDraft(quantise(small(m), "int4", head="int4"), tiny.Unsure(4)),
     "skip, short head": lambda m: SelfDraft(
-        ShortHead(quantise(m, head="int8"), [4, 9, 0, 2, 16, 3]), without(6, attn=[2]), tiny.Unsure(4))}
+        ShortHead(quantise(m, head="int8"), [4, 9, 0, 2, 16, 3]), without(6, attn=[2]),
+        tiny.Unsure(4))}
 
 test_greedy_identity = promises.greedy_identity(ROUGH, on=["cpu"])
 test_rows_equal_solo_runs = promises.rows_equal_solo_runs(ROUGH)
@@ -189,7 +194,8 @@ test_context_limit = promises.context_limit(ROUGH)
 test_poison = promises.poison(ROUGH)
 test_exact_law = promises.exact_law({
     "int4": (TINY, lambda m: SelfDraft(quantise(m, "int4", head="int4"), range(4), tiny.Unsure(2))),
-    "a small model in int4": (TINY, lambda m: ModelDraft(quantise(small(m), "int4", head="int4"), 2)),
+    "a small model in int4":
+        (TINY, lambda m: ModelDraft(quantise(small(m), "int4", head="int4"), 2)),
     "gemma2, int8, skip": (TINY_GEMMA, lambda m: SelfDraft(quantise(m), [0, 1, 3], 2))})
 test_one_wait_a_round = promises.one_wait_a_round({
     "int8": lambda m: SelfDraft(quantise(m), range(12), 2),
@@ -198,7 +204,8 @@ test_one_wait_a_round = promises.one_wait_a_round({
 
 @each_family
 def test_a_rough_draft_reads_exact_keys(family):
-    """The q of each drafted token is what the copy says after the target's keys and its own rough ones."""
+    """The q of each drafted token is what the copy says after the target's
+    keys and its own rough ones."""
     m = make(FAMILIES[family])
     t, cache, ids = quantise(m, "int4", head="int4"), KVCache(m.c, 1, 40, torch.float64), PROMPTS[0]
     state, r = next(rounds(m, [ids], 9, SelfDraft(t, range(12), 3), probs=warm))

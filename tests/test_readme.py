@@ -1,5 +1,5 @@
-"""README tells the truth: the example prints what it says there, commands parse, links lead somewhere, and
-imports run upward."""
+"""README tells the truth: the example prints what it says there, commands parse, links lead
+somewhere, and imports run upward."""
 import ast
 import re
 import shlex
@@ -50,8 +50,9 @@ def test_the_picture_of_the_house_shows_every_file_at_the_root():
     assert sorted(shown) == sorted(path.name for path in ROOT.glob("*.py"))
 
 
-LIBRARY = ["files", "model", "kvcache", "sampling", "verification", "drafter", "speculative", "layerskip",
-           "control", "families", "checkpoint", "search", "minimal"]   # each imports only earlier ones
+# each imports only earlier ones
+LIBRARY = ["files", "model", "kvcache", "sampling", "verification", "drafter", "speculative",
+           "layerskip", "control", "families", "checkpoint", "search", "minimal"]
 ALSO = {"support": {"methods", "machine"}, "search": {"support"}}     # which is also a command
 
 
@@ -63,6 +64,7 @@ def test_imports_run_one_way(name):
     for path in [ROOT / f"{name}.py"] if name in LIBRARY else (ROOT / name).glob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         found = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-        found |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        found |= {alias.name for node in nodes if isinstance(node, ast.Import)
+                  for alias in node.names}
         wrong = [other for other in found if other.split(".")[0] in own - may]
         assert not wrong, f"{path.name} imports {wrong}"

@@ -1,5 +1,5 @@
-"""Recorded passes write what eager ones write, each way a recording can go wrong, and that a graph waits for
-nothing, on simulated recordings."""
+"""Recorded passes write what eager ones write, each way a recording can go wrong, and that a graph
+waits for nothing, on simulated recordings."""
 import math
 import re
 from contextlib import contextmanager
@@ -50,7 +50,8 @@ def test_texts_of_batches_of_several_sizes(models, truth, family, name):
     for rows in (slice(4), slice(1), slice(4)):
         want = [row[:24] for row in truth[family][rows]]
         assert generate(m, PROMPTS[rows], 24, DRAFTERS[name](m))[0] == want
-    a, b = (generate(model, PROMPTS, 20, DRAFTERS[name](model), warm, Coins(7)) for model in (m, m.model))
+    a, b = (generate(model, PROMPTS, 20, DRAFTERS[name](model), warm, Coins(7))
+            for model in (m, m.model))
     assert a == b, "drawn texts"
 
 
@@ -58,7 +59,8 @@ def test_texts_of_batches_of_several_sizes(models, truth, family, name):
 @pytest.mark.parametrize("as_slice", [True, False])
 @torch.inference_mode()
 def test_a_replayed_block_is_the_eager_one(models, family, as_slice):
-    """Padding changes nothing, also where the block ends with the cache or the reach of its recording."""
+    """Padding changes nothing, also where the block ends with the cache or the
+    reach of its recording."""
     eager, S = models[family].model, 17
     tokens = torch.randint(17, (2, S))
     for widths, T in (((1, 2, 4, 8), 1), ((1, 2, 4, 8), 5), ((7,), 5)):
@@ -79,8 +81,8 @@ def test_a_replayed_block_is_the_eager_one(models, family, as_slice):
 @each_family
 @torch.inference_mode()
 def test_a_tree_is_replayed(models, family):
-    """A root, two children and a grandchild. Dead tokens fill the block to 4 and 8, and the slots after it
-    are finite. The second text is a single token."""
+    """A root, two children and a grandchild. Dead tokens fill the block to 4 and 8, and the slots
+    after it are finite. The second text is a single token."""
     eager, nodes = models[family].model, torch.tensor([[3, 7, 1, 9], [5, 2, 2, 8]])
     tree = ancestors(torch.tensor([[0, 0, 1]]))
     places = torch.tensor([[6, 7, 7, 8], [0, 1, 1, 2]])
@@ -119,7 +121,8 @@ def test_a_traced_pass_is_that_of_an_eager_pass(models, family):
             want, got = dict.fromkeys(taps), dict.fromkeys(taps)
             last = eager.run(x, Placement.span(4, 7), cache, sublayers, want)
             for _ in range(3):
-                assert (m.run(x, Placement.span(4, 7), cache, sublayers, got) - last).abs().max() < 1e-9
+                assert ((m.run(x, Placement.span(4, 7), cache, sublayers, got) - last).abs().max()
+                        < 1e-9)
             for tap, state in want.items():
                 assert got[tap] is None if state is None else (got[tap] - state).abs().max() < 1e-9
     assert m.replays()
@@ -144,7 +147,8 @@ def test_a_used_cache_needs_no_cleaning_and_keeps_its_recordings(models, truth):
 @each_family
 @pytest.mark.parametrize("name", ["exit, stopped", "skip", "model"])
 def test_new_caches_replay_what_was_recorded_with_others(models, truth, monkeypatch, family, name):
-    """Even for a draft with its own cache, and while others are still in use: contents change places."""
+    """Even for a draft with its own cache, and while others are still in use:
+    contents change places."""
     m, replays = on_paper(models[family].model), []
     own = m.alongside(small(m))
     replay = Tape.replay
@@ -154,7 +158,8 @@ def test_new_caches_replay_what_was_recorded_with_others(models, truth, monkeypa
         return rounds(m, PROMPTS, 24, ModelDraft(own, 3) if name == "model" else DRAFTERS[name](m))
 
     m.rehearse(lambda: [*steps()])
-    made = {id(tape) for one in (m, own) for tapes in one.all_tapes() for tape in tapes.values() if tape}
+    made = {id(tape) for one in (m, own) for tapes in one.all_tapes()
+            for tape in tapes.values() if tape}
     replays.clear()
     for found in zip(*(steps() for _ in range(3)), strict=True):
         states = [state for state, _ in found]
@@ -165,20 +170,22 @@ def test_new_caches_replay_what_was_recorded_with_others(models, truth, monkeypa
 
 
 def test_what_is_recorded(models):
-    """What is seen twice: one token through the first 4 blocks, 4 tokens through the last 2. Prompts are not;
-    and after `rehearse` nothing else is."""
+    """What is seen twice: one token through the first 4 blocks, 4 tokens through the last 2.
+    Prompts are not; and after `rehearse` nothing else is."""
     m, cache = on_paper(models["llama"].model, reach=64), None
     state, _ = next(rounds(m, [PROMPTS[0]], 5))
     assert not m.home(state.cache).tapes
     del state
 
     def write():
-        return [s.cache for s, _ in rounds(m, [PROMPTS[0]], 25, SelfDraft(m, range(8), 3), cache=cache)]
+        return [s.cache
+                for s, _ in rounds(m, [PROMPTS[0]], 25, SelfDraft(m, range(8), 3), cache=cache)]
 
     cache = write()[0]
     seen = {(key.piece.sublayers, key.width) for key, tape in m.home(cache).tapes.items() if tape}
     assert seen >= {(tuple(range(8)), 1), (tuple(range(8, 12)), 4)}
-    assert {width for _, width in seen} == {*m.widths}, "each in all widths: a later round may need them"
+    assert {width for _, width in seen} == {*m.widths}, (
+        "each in all widths: a later round may need them")
     m.rehearse(write)
     before = dict(m.home(cache).tapes)
     for _ in range(3):
@@ -188,7 +195,8 @@ def test_what_is_recorded(models):
 
 
 def test_lengths_are_few(models):
-    """One row passes all places of its cache. It needs no more recordings than if lengths doubled."""
+    """One row passes all places of its cache.
+    It needs no more recordings than if lengths doubled."""
     fast, slots = on_paper(models["gemma2"].model), 203
     reaches = [len(fast.angles_read(end, slots)[0]) for end in range(1, slots + 1)]
     assert all(end <= reach <= slots for end, reach in enumerate(reaches, 1))
@@ -266,7 +274,8 @@ def test_nothing_inside_a_graph_waits(family, monkeypatch):
         fast = Recorded(m, Graph, say=pytest.fail)
         prompts = [PROMPTS[0] * 2, PROMPTS[3] + PROMPTS[1]]
         fast.unembed = m.unembed    # it would be replayed twice in a round
-        steps, want = (rounds(model, prompts, 20, SelfDraft(model, range(1, 12), 1)) for model in (fast, m))
+        steps, want = (rounds(model, prompts, 20, SelfDraft(model, range(1, 12), 1))
+                       for model in (fast, m))
         for _ in range(2):      # seen, and recorded
             (_, got), (_, r) = next(steps), next(want)
         assert got.new == r.new

@@ -1,5 +1,6 @@
-"""Passes over few rows in C++: products by a four-line reference, passes by the eager model, and bits that
-depend neither on the number of rows, nor on how a text is cut, nor on the number of threads."""
+"""Passes over few rows in C++: products by a four-line reference, passes by the eager model, and
+bits that depend neither on the number of rows, nor on how a text is cut,
+nor on the number of threads."""
 import platform
 import re
 import shutil
@@ -32,7 +33,8 @@ SHAPES = (5, 8), (70, 100), (33, 64), (64, 576), (16, 1500), (11, 5000)   # of m
 
 
 def kinds(w):
-    """{what: (a matrix of this kind, the numbers that it stands for, how far a product may be off)}"""
+    """{what: (a matrix of this kind, the numbers that it stands for,
+    how far a product may be off)}"""
     found = {"plain": (w, w, 1e-6)}
     for kind in Int8, Int4:
         q, rounds = kind(w), kind(w)
@@ -55,7 +57,8 @@ def test_a_product_is_the_product_and_a_row_of_it_has_the_same_bits_in_any_compa
         want = x.double() @ numbers.double().T
         assert (y - want).norm() < near * want.norm(), what
         for count in range(1, 20):
-            assert torch.equal(rows.call(rows.library(), x[:count], weight, torch.float32), y[:count]), what
+            assert torch.equal(rows.call(rows.library(), x[:count], weight, torch.float32),
+                               y[:count]), what
         threads = torch.get_num_threads()
         torch.set_num_threads(3 - min(threads, 2))
         assert torch.equal(rows.call(rows.library(), x, weight, torch.float32), y), what
@@ -90,7 +93,8 @@ def test_a_pass_is_the_eager_one_with_the_same_bits(family, dtype):
     for T in range(1, 16):
         assert torch.equal(read(fast, T), whole), T
     assert torch.equal(read(fast, 4, parts=([*range(5)], [*range(5, 12)])), whole)
-    assert torch.equal(read(fast, 4, texts=3), whole) and torch.equal(read(fast, 5, slots=124), whole)
+    assert torch.equal(read(fast, 4, texts=3), whole)
+    assert torch.equal(read(fast, 5, slots=124), whole)
     trace = dict.fromkeys([3, 6, 11])
     read(fast, 16, trace=trace)
     seen = dict.fromkeys(trace)
@@ -147,8 +151,10 @@ DRAFTERS = {
     "model in int4": lambda m: ModelDraft(
         m.alongside(quantise(small(m).to(m.tok.dtype), "int4", "int4", rounds=True)), 3),
     "n-gram": lambda m: NGram(10, 1),
-    "int8": lambda m: SelfDraft(m.alongside(quantise(m, "int8", "int8", rounds=True)), range(12), 3),
-    "int4": lambda m: SelfDraft(m.alongside(quantise(m, "int4", "int4", rounds=True)), range(12), 3),
+    "int8": lambda m: SelfDraft(m.alongside(quantise(m, "int8", "int8", rounds=True)),
+                                range(12), 3),
+    "int4": lambda m: SelfDraft(m.alongside(quantise(m, "int4", "int4", rounds=True)),
+                                range(12), 3),
     "int4, short": lambda m: SelfDraft(
         ShortHead(m.alongside(quantise(m, "int4", "int4", rounds=True)), [3, 5, 9]), range(12), 3),
     "eagle": lambda m: fitted(Eagle(m), m).drafter(3),
@@ -165,7 +171,8 @@ def fitted(head, model):
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_texts_are_plain_ones_also_in_half_types(family, name, dtype):
-    """Alone, == to plain decoding in the same passes, and without any flag: a round has at most 16 rows."""
+    """Alone, == to plain decoding in the same passes, and without any flag:
+    a round has at most 16 rows."""
     fast = FewRows(make(LIVELY[family]).to(dtype))
     for prompt in PROMPTS:
         want, _ = generate(fast, [prompt], 24)
@@ -212,17 +219,20 @@ def test_without_a_compiler_one_line_says_so(folder, monkeypatch, capsys, comman
 
 def test_two_processes_may_compile_at_once(folder):
     command = [sys.executable, "-c", "from machine import rows; print(rows.library() is not None)"]
-    runs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    runs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+            for _ in range(2)]
     assert [run.communicate()[0] for run in runs] == ["True\n"] * 2
     assert [path.suffix for path in (folder / "self-speculative-decoding").iterdir()] == [".so"]
 
 
 def test_what_is_compiled_wrongly_is_not_kept(folder, monkeypatch, tmp_path_factory, capsys):
-    """A row that depends on those beside it by a last bit: a float32 shows it, a rounded number may not."""
+    """A row that depends on those beside it by a last bit:
+    a float32 shows it, a rounded number may not."""
     source = tmp_path_factory.mktemp("wrong")
     for file in rows.SOURCES:
         text = file.read_text()
-        text = text.replace("vf sum[M][2] = {};", "vf sum[M][2] = {}; if (M > 4) sum[0][0] += 1e-7f;")
+        text = text.replace("vf sum[M][2] = {};",
+                            "vf sum[M][2] = {}; if (M > 4) sum[0][0] += 1e-7f;")
         (source / file.name).write_text(text)
     monkeypatch.setattr(rows, "SOURCES", [source / file.name for file in rows.SOURCES])
     assert rows.library() is None and not list(folder.rglob("*.so"))
@@ -231,7 +241,8 @@ def test_what_is_compiled_wrongly_is_not_kept(folder, monkeypatch, tmp_path_fact
 
 MACHINES = {"this one": rows.flags()}
 if platform.machine() == "x86_64":      # which is one of these
-    MACHINES = {"any": ["-march=x86-64"], "AVX2": ["-mavx2", "-mfma"], "AVX-512": ["-march=skylake-avx512"],
+    MACHINES = {"any": ["-march=x86-64"], "AVX2": ["-mavx2", "-mfma"],
+                "AVX-512": ["-march=skylake-avx512"],
                 "AVX512_BF16": ["-march=cooperlake"]}
 CROSS = shutil.which("aarch64-linux-gnu-g++")
 if CROSS:
@@ -255,7 +266,8 @@ def test_it_compiles_for_other_processors_and_nothing_is_spilt(name, tmp_path):
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_a_copy_that_rounds_is_checked_as_roughly_as_it_rounds(kind, capsys):
-    """Even in float32, where a last bit that differs moves some numbers of x to their neighbours."""
+    """Even in float32, where a last bit that differs moves some numbers of x
+    to their neighbours."""
     model = make(replace(LLAMA, dim=512, hidden_dim=1024, n_layers=24), seed=1).float()
     for w in model.blocks.parameters():
         w.data *= 8

@@ -1,5 +1,5 @@
-"""From logits to distribution to token: types, shapes, extreme settings, the published stream, and which
-uniforms are spent on what. What each setting does: test_by_hand.py::test_probabilities."""
+"""From logits to distribution to token: types, shapes, extreme settings, the published stream, and
+which uniforms are spent on what. What each setting does: test_by_hand.py::test_probabilities."""
 import hashlib
 import math
 import re
@@ -36,8 +36,8 @@ def some_logits(*shape):
 @pytest.mark.parametrize("temperature", [1e-30, 5e-324])
 @pytest.mark.parametrize("settings", [{}, dict(top_k=3, top_p=0.9, min_p=0.1)], ids=str)
 def test_a_tiny_temperature_is_no_nan(temperature, settings):
-    for logits, want in (([60000.0, -60000.0, 59999.0, 60000.01], [0, 0, 0, 1]), ([1e9, 2e9], [0, 1]),
-                         ([1.0, 3.0, 3.0], [0, 0.5, 0.5])):
+    for logits, want in (([60000.0, -60000.0, 59999.0, 60000.01], [0, 0, 0, 1]),
+                         ([1e9, 2e9], [0, 1]), ([1.0, 3.0, 3.0], [0, 0.5, 0.5])):
         got = to_probs(torch.tensor(logits), temperature, **settings)
         compare(got, want, {"NaN: subtract the largest logit first, and divide by at least 1e-30":
                             [math.nan] * len(want)},
@@ -82,7 +82,8 @@ def test_half_types_are_raised_and_float64_stays(dtype):
                 f"logits in {dtype}, then in float64, {settings}", "float32, then float64",
                 f"{got.dtype}, then {wide.dtype}")
         compare(got, to_probs(logits.to(dtype).float(), **settings), {},
-                f"logits in {dtype}, {settings}: the same as of these in float32, so raise them first", 1e-6)
+                f"logits in {dtype}, {settings}: the same as of these in float32, so raise them "
+                "first", 1e-6)
 
 
 def test_each_row_stands_for_itself():
@@ -95,7 +96,8 @@ def test_each_row_stands_for_itself():
             compare(to_probs(logits[at], **s), p[at], {}, f"{given}: the part {at} alone")
     apart = torch.tensor([[0.1, 0.2, 0.4], [3e6, 0.0, 1.0]])
     compare(to_probs(apart, 1.0), torch.stack([to_probs(row, 1.0) for row in apart]), {},
-            f"logits {apart.tolist()} in float32, as rows and each alone: subtract the largest of each row",
+            f"logits {apart.tolist()} in float32, as rows and each alone: subtract the largest of "
+            "each row",
             1e-5)
 
 
@@ -130,23 +132,26 @@ def test_flips_are_true_where_u_is_below_prob():
 
 def test_a_long_tail_of_small_weights_is_not_lost():
     """A running sum in float32 moves in steps of 1e-7 there: twelve tokens at a time, or never."""
-    weights, given = torch.tensor([1.0] + [1e-8] * 50_000), "the weights 1 and 50,000 times 1e-8, in float32"
+    weights = torch.tensor([1.0] + [1e-8] * 50_000)
+    given = "the weights 1 and 50,000 times 1e-8, in float32"
     got = Fixed(1.00025 / 1.0005).choose(weights).item()
     promise(abs(got - 25_000) <= 2, f"{given}, u = 1.00025 / 1.0005", "about 25,000", got,
             "the sum is rounded: small weights need float64")
     # in the middle of what belongs to each of some ids, by float64
     weights = some_logits(50_000).abs().float()
     ends, ids = weights.double().cumsum(0), torch.arange(100, 50_000, 4_990)
-    got = Fixed(*((ends[ids] - weights[ids].double() / 2) / ends[-1]).tolist()).choose(weights.expand(10, -1))
-    compare(got, ids, {}, "50,000 weights in float32, ten rows alike; each u is in the middle of an id's "
-            "part. Sum and total need float64")
+    got = Fixed(*((ends[ids] - weights[ids].double() / 2) / ends[-1]).tolist()).choose(
+        weights.expand(10, -1))
+    compare(got, ids, {}, "50,000 weights in float32, ten rows alike; each u is in the middle of "
+                          "an id's part. Sum and total need float64")
 
 
 @pytest.mark.parametrize("weights", [[0.0, 0.0, 0.0], [math.nan] * 3], ids=str)
 def test_weights_of_which_none_counts_give_an_id_all_the_same(weights):
     """Callers report them, so a choice must not fail before."""
     got = Fixed(0.0, 0.5, ALMOST_ONE).choose(torch.tensor([weights] * 3))
-    promise(got.shape == (3,) and bool(((got >= 0) & (got < 3)).all()), f"three rows of weights {weights}",
+    promise(got.shape == (3,) and bool(((got >= 0) & (got < 3)).all()),
+            f"three rows of weights {weights}",
             "any ids from 0 to 2", short(got), "the id is clamped: the caller reports such weights")
 
 
@@ -157,9 +162,10 @@ def test_a_token_of_weight_zero_is_never_chosen():
             picks = Fixed(0.0, ALMOST_ONE).choose(weights)
             compare(picks, [tail, tail + 29], {
                 "the running sum and the total need float64, both": [tail, tail + 30]},
-                f"30 weights between {tail} zeros on each side, u = 0 and u -> 1: the first with weight, and "
-                "the last")
-    compare(Fixed(0.0, 0.5, ALMOST_ONE).choose(torch.eye(3)[[1, 1, 1]]), [1, 1, 1], {}, "the weights 0 1 0")
+                f"30 weights between {tail} zeros on each side, u = 0 and u -> 1: the first with "
+                "weight, and the last")
+    compare(Fixed(0.0, 0.5, ALMOST_ONE).choose(torch.eye(3)[[1, 1, 1]]), [1, 1, 1], {},
+            "the weights 0 1 0")
 
 
 # --- in which order the library spends them

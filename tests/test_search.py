@@ -1,5 +1,5 @@
-"""What a set is worth by hand, searches with known ends, and a run that is killed. The Teacher's own tests
-stand in test_layerskip.py."""
+"""What a set is worth by hand, searches with known ends, and a run that is killed. The Teacher's
+own tests stand in test_layerskip.py."""
 import itertools
 import json
 import math
@@ -46,12 +46,14 @@ def test_speedup_by_hand(family, probs, last):
     """A block of 17 tokens costs `last`. Gamma is at least 1 even where nothing is gained."""
     model = make(replace(FAMILIES[family], **SMALL))
     costs = replace(weight_costs(model.c), passes=((1, 1.0), (17, last)))
-    sizes = [sum(p.numel() for p in part.parameters()) for b in model.blocks for part in (b.attn, b.mlp)]
+    sizes = [sum(p.numel() for p in part.parameters()) for b in model.blocks
+             for part in (b.attn, b.mlp)]
     head, calibration = model.c.vocab_size * model.c.dim, calibrate(model, probs=probs)
     for subs in (range(6), [0, 1, 3, 4, 5], [2, 5]):
         series = [Teacher(model, ids, probs).acceptance(subs) for ids in calibration.ids]
         c = (sum(sizes[i] for i in subs) + head) / (sum(sizes) + head)
-        gains = [expected_tokens_along(series, g) / (g * c + 1 + (last - 1) * g / 16) for g in range(1, 17)]
+        gains = [expected_tokens_along(series, g) / (g * c + 1 + (last - 1) * g / 16)
+                 for g in range(1, 17)]
         t = speedup(calibration, costs, subs)
         assert t.speedup == pytest.approx(max(gains)) == gains[t.gamma - 1]
         assert (t.cost, t.alpha) == pytest.approx((c, float(torch.cat(series).mean())))
@@ -99,7 +101,8 @@ def test_it_finds_the_optimum_within_sixty_trials():
     assert max(e["speedup"] for e in entries) == max(values.values())
     assert len(set(sets(entries))) == 60
     fits = [e["theta"] for e in entries]
-    assert fits[9] is None and fits[10] == fits[14] != fits[15] == fits[19], "a fit lasts five trials"
+    assert fits[9] is None and fits[10] == fits[14] != fits[15] == fits[19], (
+        "a fit lasts five trials")
 
 
 def test_it_ends_when_every_set_was_tried():
@@ -143,18 +146,22 @@ def test_a_run_finds_the_best_set_at_the_costs_of_a_file(call, flags):
         alpha = float(torch.cat([teacher.acceptance(subs, short) for teacher in teachers]).mean())
         c = (sum((1, 2.5, 1, 2, 0, 2)[i] for i in subs) + 1.5 * 16 / 64 + 2) / 12
         assert (e["alpha"], e["c"]) == pytest.approx((alpha, c))
-        assert e["speedup"] < max(e["speedup"] for e in entries) or cli.read_skip("out/skip.json", 3) == subs
+        assert (e["speedup"] < max(e["speedup"] for e in entries)
+                or cli.read_skip("out/skip.json", 3) == subs)
 
 
 def test_where_nothing_is_gained_the_advice_is_not_to_draft():
     entry = {"bits": "01", "alpha": 0.5, "c": 0.25, "gamma": 3}
-    assert [search.skip_file(Space(2, (1, 2)), entry | {"speedup": s})["gamma"] for s in (1.1, 1.0)] == [3, 0]
+    assert ([search.skip_file(Space(2, (1, 2)), entry | {"speedup": s})["gamma"]
+             for s in (1.1, 1.0)]
+            == [3, 0])
 
 
 def killed(argv):
     """A search whose process is killed in its fourth trial."""
     calls, honest = itertools.count(), search.speedup
-    search.speedup = lambda *args: honest(*args) if next(calls) < 3 else os.kill(os.getpid(), signal.SIGKILL)
+    search.speedup = lambda *args: honest(*args) if next(calls) < 3 else os.kill(os.getpid(),
+                                                                                 signal.SIGKILL)
     search.main(argv)
 
 
@@ -171,7 +178,8 @@ def test_a_search_that_was_killed_goes_on_where_it_was(call, flags):
     for left in (log, log[:-9], lines[0]):
         Path("out/trials.jsonl").write_bytes(left)
         assert "new search" not in call(*flags())[2] and contents("out") == want
-    for other in (b"7\n", b'{"step": 1}\n', b"half of a line\n"):  # as another program may have added
+    # as another program may have added
+    for other in (b"7\n", b'{"step": 1}\n', b"half of a line\n"):
         Path("out/trials.jsonl").write_bytes(b"".join(lines[:3]) + other + lines[3])
         call.refuses(flags(), Path("out"), "out/trials.jsonl is damaged")
     Path("out/trials.jsonl").write_bytes(log)

@@ -43,7 +43,8 @@ def test_origins_of_real_runs():
                 assert origins(r, b) == [
                     "accepted" if drafts[i : i + 1] == [t] else last if drafts else "plain"
                     for i, t in enumerate(row)]
-        assert [[t.id for t in row] for row in seen.rows] == generate(model, PROMPTS, 20, eos=eos)[0]
+        assert [[t.id for t in row] for row in seen.rows] == generate(model, PROMPTS,
+                                                                      20, eos=eos)[0]
 
 
 def test_when_to_colour(monkeypatch):
@@ -58,7 +59,8 @@ def test_when_to_colour(monkeypatch):
 
 def test_paint_and_control_characters():
     pieces = [("Once", None), (" upon", "accepted"), ("", "accepted"), (" a", "bonus")]
-    assert ANSI.sub("", paint(pieces)) == paint(pieces, colour=False) == "Once upon a" != paint(pieces)
+    assert (ANSI.sub("", paint(pieces)) == paint(pieces, colour=False) == "Once upon a"
+            != paint(pieces))
     attack = "\x1b[2J\x1b]0;owned\x07\x9b31m\rgone\x08\x7f\x00\u0085 tab\tline\n"
     for colour in (True, False):
         text = ANSI.sub("", paint([(attack, "accepted"), (attack, None)], colour))
@@ -122,5 +124,7 @@ def test_picture(tmp_path, monkeypatch):
         monkeypatch.setattr(show, "COLUMNS", columns)
         show.picture(seen, tmp_path / "run.svg")
         texts = ElementTree.parse(tmp_path / "run.svg").getroot().iterfind("{*}text")
-        drawn = "".join(a.text + "\n" * (a.get("y") != b.get("y")) for a, b in itertools.pairwise(texts))
-        assert all(word in drawn for word in ("$\\frac{1}$", "<b>", "OK?")), "a line breaks inside a word"
+        drawn = "".join(a.text + "\n" * (a.get("y") != b.get("y"))
+                        for a, b in itertools.pairwise(texts))
+        assert all(word in drawn for word in ("$\\frac{1}$", "<b>", "OK?")), (
+            "a line breaks inside a word")

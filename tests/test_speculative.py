@@ -1,5 +1,5 @@
-"""The loop is lossless: greedy text is the plain one token for token, and the law of sampled text is the
-target's, for every drafter, both families and ragged batches."""
+"""The loop is lossless: greedy text is the plain one token for token, and the law of sampled text
+is the target's, for every drafter, both families and ragged batches."""
 import math
 from copy import copy
 from dataclasses import replace
@@ -64,12 +64,14 @@ DRAFTERS = {
     "model of more ids": lambda m: ModelDraft(padded(m, 20), 4),
     "long": lambda m: SelfDraft(m, range(10), 12),  # longer than the spare slots after the limit
 }
-RESTLESS = {"shifting": Shifting, "model": lambda m: ModelDraft(m, Says(lambda state: known(state) % 6))}
+RESTLESS = {"shifting": Shifting,
+            "model": lambda m: ModelDraft(m, Says(lambda state: known(state) % 6))}
 SOME = ["none", "ngram", "skip", "model", "long"]
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])     # a GPU: test_paper_gpu.py
 test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS, SOME)
 test_poison = promises.poison(RESTLESS)
-test_end_of_text_at_every_position = promises.end_of_text(DRAFTERS, ["ngram", "exit", "skip"], range(7))
+test_end_of_text_at_every_position = promises.end_of_text(DRAFTERS,
+                                                          ["ngram", "exit", "skip"], range(7))
 test_context_limit = promises.context_limit(DRAFTERS, SOME)
 test_short_answers = promises.short_answers(DRAFTERS, SOME)
 test_damaged_weights = promises.damaged_weights(DRAFTERS, SOME)
@@ -124,8 +126,8 @@ def test_ids_that_only_one_model_has_are_never_drafted(models, V):
 
 
 def test_a_stand_in_with_the_same_blocks_shares_and_a_copy_does_not(models, truth):
-    """Sharing is right for whatever wraps the target, and wrong for a model of other weights, which only
-    drafts on the target's cache. One of another shape cannot."""
+    """Sharing is right for whatever wraps the target, and wrong for a model of other weights, which
+    only drafts on the target's cache. One of another shape cannot."""
     m, wrapped = models["llama"], StandIn(models["llama"])
     wrapped.model = m
     for target, drafted in ((wrapped, m), (m, copy(wrapped))):
@@ -145,7 +147,8 @@ def test_a_stand_in_with_the_same_blocks_shares_and_a_copy_does_not(models, trut
 @each_family
 @pytest.mark.parametrize("place", range(0, 6, 2))
 def test_what_an_end_of_text_cuts_off_was_never_tested(models, truth, family, place):
-    """A perfect draft of five whose third token ends the text: three of three are accepted, not of five."""
+    """A perfect draft of five whose third token ends the text:
+    three of three are accepted, not of five."""
     m = models[family]
     for prompt, answer in zip(PROMPTS, truth[family], strict=True):
         first = answer.index(answer[place]) + 1

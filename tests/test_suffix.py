@@ -34,7 +34,8 @@ def drafts(m, drafter, texts):
     (Suffix(8, factor=1.0), [1, 2, 3, 4, 5, 6, 1, 2], [3, 4]),
     (Suffix(8), [1, 2, 1, 3, 1, 4, 1, 5, 1], []),       # each had a chance of a quarter
     (Suffix(8), [1, 2, 1, 3, 1], [2, 1]),               # a half, and after 1, 2 there was only 1
-    (Suffix(8), [1, 2, 4, 1, 3, 1, 2, 5, 1, 3, 8, 1], [2]),     # 2 had a chance of 1/2, and 4 after it of 1/4
+    # 2 had a chance of 1/2, and 4 after it of 1/4
+    (Suffix(8), [1, 2, 4, 1, 3, 1, 2, 5, 1, 3, 8, 1], [2]),
     (Suffix(8), [7, 7, 7, 7], [7, 7]),                  # no further than the text itself went
     (Suffix(8), [1, 2, 3], [])])
 def test_the_most_promising_continuation(models, drafter, text, want):
@@ -43,5 +44,6 @@ def test_the_most_promising_continuation(models, drafter, text, want):
 
 def test_each_row_knows_only_itself(models):
     drafter = Suffix(2)
-    assert drafts(models["llama"], drafter, [[1, 2, 3, 4], [1, 2, 5, 6], [3, 1, 2, 3]]) == [[], [], [1, 2]]
+    assert (drafts(models["llama"], drafter, [[1, 2, 3, 4], [1, 2, 5, 6], [3, 1, 2, 3]])
+            == [[], [], [1, 2]])
     assert drafter.matched == [0, 0, 1]

@@ -126,7 +126,8 @@ test_one_wait_a_round = promises.one_wait_a_round(
 
 @each_family
 def test_a_round_of_a_tree_is_a_chain(models, family):
-    """A Round holds what belongs to the accepted path; and the cache is what a pass over the text leaves."""
+    """A Round holds what belongs to the accepted path;
+    and the cache is what a pass over the text leaves."""
     m, seen, drafter = models[family], Counter(), Grove([[0, 0, 1, 2, 2, 0, 5]])
     drafter.taps = (3, 11)
     near = lambda a, b: (a - b).abs().max() < 1e-9  # noqa: E731
@@ -193,7 +194,8 @@ def test_coins_are_spent_in_the_documented_order(models):
     """Chain, siblings rank by rank, a flip for each of them, and one choice, for every row."""
     m, coins = models["llama"], Ledger(0)
     next(rounds(m, PROMPTS, 20, Siblings(SelfDraft(m, range(8), 3), [3, 1]), warm, coins))
-    assert coins.spent == [*[("choose", 4)] * 3, ("choose", 12), ("choose", 4), ("flip", 4, 7), ("choose", 4)]
+    assert coins.spent == [*[("choose", 4)] * 3, ("choose", 12), ("choose", 4), ("flip", 4, 7),
+                           ("choose", 4)]
 
 
 # --- shapes

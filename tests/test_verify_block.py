@@ -30,7 +30,8 @@ def test_copied_drafts():
 
 @batches
 def test_rows_stand_for_themselves(unsure, lengths, dead):
-    rows_stand_for_themselves(lambda p, tokens, q, coins, length: verify_block(p, q, tokens, coins, length),
+    rows_stand_for_themselves(lambda p, tokens, q, coins, length: verify_block(p, q, tokens,
+                                                                               coins, length),
                               [range(2)] * len(lengths), lengths, unsure, dead)
 
 
@@ -43,7 +44,8 @@ test_exact_law_of_a_ragged_batch = promises.exact_law_of_a_ragged_batch(LAWS, SO
 def test_greedy_texts_and_passes_are_those_of_verify(family):
     m = make(LIVELY[family])
     for drafter in (lambda: SelfDraft(m, range(4), 3), lambda: NGram(3, 1)):
-        one, two = (generate(m, PROMPTS, 20, drafter(), verify=judge) for judge in (verify, verify_block))
+        one, two = (generate(m, PROMPTS, 20, drafter(), verify=judge)
+                    for judge in (verify, verify_block))
         assert one == two
 
 
@@ -51,7 +53,8 @@ def test_greedy_texts_and_passes_are_those_of_verify(family):
 def laws(draw, rows):
     """`rows` distributions over 3 tokens, some of whose probabilities are 0. (rows, 3)"""
     row = st.lists(st.integers(0, 4), min_size=3, max_size=3).filter(any)
-    return wide([[w / sum(weights) for w in weights] for weights in (draw(row) for _ in range(rows))])
+    return wide(
+        [[w / sum(weights) for w in weights] for weights in (draw(row) for _ in range(rows))])
 
 
 def accepted(judge, p, q, copied=None):
@@ -71,7 +74,8 @@ def test_any_p_keeps_its_law(judge, data, K):
 
     def text(coins):
         tokens = coins.choose(q)
-        args = (p[None], tokens[None], torch.arange(K)[None], coins, q[None]) if judge is verify_tree else (
+        args = (p[None], tokens[None], torch.arange(K)[None], coins,
+                q[None]) if judge is verify_tree else (
             p[None], q[None], tokens[None], coins)
         kept, token = map(int, judge(*args))
         out = [*tokens[:kept].tolist(), token]
@@ -79,7 +83,8 @@ def test_any_p_keeps_its_law(judge, data, K):
 
     want = {(): 1.0}
     for row in p:
-        want = {(*ids, t): w * float(x) for ids, w in want.items() for t, x in enumerate(row) if x > 0}
+        want = {(*ids, t): w * float(x) for ids, w in want.items()
+                for t, x in enumerate(row) if x > 0}
     assert law(text) == pytest.approx(want)
 
 

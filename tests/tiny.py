@@ -1,5 +1,5 @@
-"""What the tests share: tiny random models of both families in float64, ragged prompts, an oracle, the
-enumerator of every outcome of the production loop, rules and coins whose answers are given."""
+"""What the tests share: tiny random models of both families in float64, ragged prompts, an oracle,
+the enumerator of every outcome of the production loop, rules and coins whose answers are given."""
 
 import json
 from dataclasses import replace
@@ -17,19 +17,22 @@ from support.page import Player
 torch.set_num_threads(1)  # these models are too small to share
 DEVICES = ["cpu", "cuda"]  # conftest.py: a simulated one, where there is none
 
-LLAMA = Config(vocab_size=17, dim=32, n_layers=6, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48,
-               max_len=64)
+LLAMA = Config(vocab_size=17, dim=32, n_layers=6, n_heads=4, n_kv_heads=2, head_dim=8,
+               hidden_dim=48, max_len=64)
 GEMMA = replace(LLAMA, head_dim=16, tied=True, act="gelu", norm_offset=1.0, embed_scale=32**0.5,
-                post_norm=True, query_scale=24**-0.5, attn_softcap=50.0, final_softcap=30.0, window=5)
+                post_norm=True, query_scale=24**-0.5, attn_softcap=50.0,
+                final_softcap=30.0, window=5)
 FAMILIES = {"llama": LLAMA, "gemma2": GEMMA}
 QWEN = {"qwen2": replace(LLAMA, qkv_bias=True), "qwen3": replace(LLAMA, head_dim=12, qk_norm=True)}
 LIVELY = {"llama": LLAMA, "gemma2": replace(GEMMA, embed_scale=0.7)}  # else Gemma repeats itself
 TINY = Config(vocab_size=3, dim=16, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=24,
               max_len=32)
+# for exact laws
 TINY_GEMMA = replace(TINY, tied=True, act="gelu", norm_offset=1.0, embed_scale=4.0, post_norm=True,
-                     query_scale=0.3, attn_softcap=5.0, final_softcap=3.0, window=2)    # for exact laws
+                     query_scale=0.3, attn_softcap=5.0, final_softcap=3.0, window=2)
 each_family = pytest.mark.parametrize("family", FAMILIES)
-PROMPTS = [[1, 5, 3, 2, 9, 4, 4, 7], [3, 8], [2], [1, 2, 3, 1, 2, 3, 1, 2]]  # one of them a single token
+# one of them a single token
+PROMPTS = [[1, 5, 3, 2, 9, 4, 4, 7], [3, 8], [2], [1, 2, 3, 1, 2, 3, 1, 2]]
 
 
 def make(c, seed=0, device="cpu"):
@@ -72,7 +75,8 @@ def wide(rows):
 
 
 class Says(Rule):
-    """As far as given: a number, a list of one for each row, or a function of the state; and a stop rule."""
+    """As far as given: a number, a list of one for each row, or a function of the state;
+    and a stop rule."""
 
     def __init__(self, gamma, stop=None):
         super().__init__(0)
@@ -117,7 +121,8 @@ class Branch(Coins):
         return chosen
 
     def flip(self, prob):
-        heads = [self.pick(torch.stack([1 - a, a])) for a in prob.nan_to_num(0.0).clamp(max=1).flatten()]
+        heads = [self.pick(torch.stack([1 - a, a]))
+                 for a in prob.nan_to_num(0.0).clamp(max=1).flatten()]
         return torch.tensor(heads, dtype=torch.bool, device=prob.device).view(prob.shape)
 
     def choose(self, weights):
@@ -141,8 +146,8 @@ def law(run, branch=Branch):
 
 
 def plant(parents, law_at, coins):
-    """A tree whose siblings are drawn without replacement from law_at(tokens on the way to them). Returns its
-    tokens, what each was drawn from, and the way to each node."""
+    """A tree whose siblings are drawn without replacement from law_at(tokens on the way to them).
+    Returns its tokens, what each was drawn from, and the way to each node."""
     tokens, q, way = [], [], [()]
     for k, parent in enumerate(parents):
         left = law_at(way[parent]).clone()
@@ -198,7 +203,8 @@ class Command:
         """Status 2, and one line that names program and cause; and the folder is as it was."""
         before = tree(folder)
         status, out, err = self(*argv)
-        assert (status, out) == (2, "") and err.count("\n") == 1 and err.endswith("\n"), (status, out, err)
+        assert (status, out) == (2, "") and err.count("\n") == 1 and err.endswith("\n"), (
+            status, out, err)
         *package, program = self.main.__module__.split(".")
         program = ".".join(package) if program == "__main__" else f"{program}.py"
         assert err.startswith(f"{program}: ") and all(str(word) in err for word in words), err
@@ -211,7 +217,8 @@ def command(main):
 
 
 def argv_of(given):
-    """The command line of {flag: value}; None leaves a flag out, True stands alone, a list is many words."""
+    """The command line of {flag: value}; None leaves a flag out, True stands alone,
+    a list is many words."""
     line = []
     for name, value in given.items():
         values = value if isinstance(value, list) else [] if value is True else [value]
@@ -220,11 +227,14 @@ def argv_of(given):
 
 
 def shard(folder, count):
-    """Spread a checkpoint's weights over several files, with an index, as large models come. Its path."""
+    """Spread a checkpoint's weights over several files, with an index, as large models come.
+    Its path."""
     tensors = load_file(folder / "model.safetensors")
-    where = {key: f"model-{i % count + 1:05}-of-{count:05}.safetensors" for i, key in enumerate(tensors)}
+    where = {key: f"model-{i % count + 1:05}-of-{count:05}.safetensors"
+             for i, key in enumerate(tensors)}
     for file in sorted(set(where.values())):
-        save_file({key: t.clone() for key, t in tensors.items() if where[key] == file}, folder / file)
+        save_file({key: t.clone() for key, t in tensors.items() if where[key] == file},
+                  folder / file)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": where}))
     (folder / "model.safetensors").unlink()

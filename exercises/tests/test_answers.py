@@ -20,12 +20,13 @@ from sampling import Coins, Race
 from search import climb
 from support.stats import Counts
 
-DETACHED = "what is trained needs its gradient: no detach, .item(), .data or torch.no_grad on the way"
+DETACHED = ("what is trained needs its gradient: "
+            "no detach, .item(), .data or torch.no_grad on the way")
 
 
 def learns(call, parts, given):
-    """A backward pass through call() must give each of `parts`, {name: tensor in float64}, the gradient that
-    small steps show."""
+    """A backward pass through call() must give each of `parts`, {name: tensor in float64}, the
+    gradient that small steps show."""
     drawn = torch.Generator().manual_seed(0)
 
     def some(shape):
@@ -47,7 +48,8 @@ def learns(call, parts, given):
             slope = float(more - (call() * weights).sum()) / 2
             x += step
         got = 0.0 if x.grad is None else float((x.grad * step).sum())
-        promise(abs(got - slope) < 1e-4 * abs(slope), f"{given}; backward(), and a small step of `{name}`",
+        promise(abs(got - slope) < 1e-4 * abs(slope),
+                f"{given}; backward(), and a small step of `{name}`",
                 f"a change of {slope:.4g}", f"{got:.4g}", DETACHED)
 
 
@@ -66,7 +68,8 @@ def test_softcap_leaves_its_input_and_type_alone():
         for cap in (0.3, 7.0, 60.0):
             x = 20 * some_x(1, 1).flatten()[: math.prod(shape)].reshape(shape)
             want = torch.tensor([cap * math.tanh(a / cap) for a in x.flatten().tolist()]).double()
-            compare(softcap(x, cap), want.to(x).reshape(shape), {}, f"x of shape {shape}, cap = {cap}", 1e-6)
+            compare(softcap(x, cap), want.to(x).reshape(shape), {},
+                    f"x of shape {shape}, cap = {cap}", 1e-6)
     softcap(torch.empty(3, device="meta"), 2.0)
 
 
@@ -82,7 +85,8 @@ def test_frequencies_of_drawn_settings():
     draw = random.Random(0)
     for _ in range(60):
         D, theta, low = 2 * draw.randint(1, 32), 10 ** draw.uniform(2, 6), draw.uniform(0.3, 3)
-        scaling = {"rope_type": draw.choice(["llama3", "llama3", "linear"]), "factor": draw.uniform(1, 40),
+        scaling = {"rope_type": draw.choice(["llama3", "llama3", "linear"]),
+                   "factor": draw.uniform(1, 40),
                    "low_freq_factor": low, "high_freq_factor": low + draw.uniform(0.2, 8),
                    "original_max_position_embeddings": 2 ** draw.randint(5, 15)}
         want = [theta ** (-2 * i / D) for i in range(D // 2)]
@@ -91,13 +95,15 @@ def test_frequencies_of_drawn_settings():
             keep = (turns - low) / (scaling["high_freq_factor"] - low)
             keep = 0.0 if scaling["rope_type"] == "linear" else min(1.0, max(0.0, keep))
             want[i] = keep * f + (1 - keep) * f / scaling["factor"]
-        compare(frequencies(D, theta, scaling), want, {}, f"frequencies({D}, {theta:.6g}, {scaling})", 1e-9)
+        compare(frequencies(D, theta, scaling), want, {},
+                f"frequencies({D}, {theta:.6g}, {scaling})", 1e-9)
     for other in (None, scaling | {"rope_type": "linear"}, scaling | {"rope_type": "llama3"}):
         frequencies(8, 100.0, other, torch.device("meta"))
 
 
 def test_rotate_serves_every_shape():
-    """Rows of a batch stand at positions of their own, whatever the number of dimensions and the width."""
+    """Rows of a batch stand at positions of their own, whatever the number of dimensions and the
+    width."""
     for shape in ((8,), (4, 8), (4, 2, 8), (0, 8), (4, 2, 256)):
         D = shape[-1]
         x = torch.randn(2, 3, *shape, generator=torch.Generator().manual_seed(0)).double()
@@ -105,7 +111,8 @@ def test_rotate_serves_every_shape():
         cos, sin = (t.view(2, 3, *[1] * (len(shape) - 1), D) for t in (cos, sin))
         (a, b), (c, d), (s, t) = (t.chunk(2, -1) for t in (x, cos, sin))
         compare(rotate(x, cos, sin), torch.cat([a * c + b * s, b * d + a * t], -1), {},
-                f"x {tuple(x.shape)}, cos and sin {tuple(cos.shape)}: the last dimension holds the pairs, "
+                f"x {tuple(x.shape)}, cos and sin {tuple(cos.shape)}: "
+                "the last dimension holds the pairs, "
                 "whatever stands before it, and rows stand at different positions")
     rotate(*torch.empty(3, 2, 4, device="meta"))
 
@@ -123,8 +130,10 @@ def test_a_norm_of_any_shape_and_type(dtype, offset):
         want = want * (offset + norm.weight.double())
         in_own = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * (offset + norm.weight)
         compare(norm(x), want.to(dtype), {
-            "the squares overflow in float16: compute in float32 or wider, and round at the end": in_own},
-            f"x {shape} in {dtype}, numbers from -300 to 300, offset = {offset}", 2 * torch.finfo(dtype).eps)
+            "the squares overflow in float16: compute in float32 or wider, "
+            "and round at the end": in_own},
+            f"x {shape} in {dtype}, numbers from -300 to 300, offset = {offset}",
+            2 * torch.finfo(dtype).eps)
     norm.to("meta")(torch.empty(2, 4, dtype=dtype, device="meta"))
 
 
@@ -138,7 +147,8 @@ def test_a_norm_hands_gradients_on(offset):
 
 def test_an_attention_hands_gradients_on():
     a, x, cos, sin, mask, _, store = some_attention("rows that differ")
-    learns(lambda: a(x, cos, sin, mask, store), {"x": x, "self.wqkv": a.wqkv, "self.wo": a.wo}, "three rows")
+    learns(lambda: a(x, cos, sin, mask, store),
+           {"x": x, "self.wqkv": a.wqkv, "self.wo": a.wo}, "three rows")
 
 
 def among(row, V, other=0.0):
@@ -156,7 +166,8 @@ def test_probabilities_of_a_large_vocabulary(name):
     check_probabilities(
         among(from_p(*p), V, -1e4), settings, among(want, V),
         {why: among(wrong, V) for why, wrong in mistakes.items()},
-        f"{V:,} tokens, of which some have the logits log {short(p)} and all others -10,000; {settings}")
+        f"{V:,} tokens, of which some have the logits log {short(p)} and all others -10,000; "
+        f"{settings}")
 
 
 def test_choices_of_drawn_weights():
@@ -165,20 +176,24 @@ def test_choices_of_drawn_weights():
     for size in (1e-200, 1e-3, 1.0, 1e30):
         for rows in (1, 2, 3, 7):
             V = draw.randint(1, 9)
-            weights = [[draw.choice([0.0, draw.random()]) for _ in range(V)] + [0.5] for _ in range(rows)]
+            weights = [[draw.choice([0.0, draw.random()]) for _ in range(V)] + [0.5]
+                       for _ in range(rows)]
             us = [draw.random() for _ in weights]
             want = [next(i for i, total in enumerate(accumulate(row)) if total > u * math.fsum(row))
                     for row, u in zip(weights, us, strict=True)]
             given = f"{rows} rows of weights, {size:g} times {short(weights)}, u = {short(us)}"
-            compare(Fixed(*us).choose(size * wide(weights)), want, {}, f"{given}: each row takes the next u")
+            compare(Fixed(*us).choose(size * wide(weights)), want, {},
+                    f"{given}: each row takes the next u")
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         got = Fixed(0.3, 0.8).choose(torch.tensor([[1.0, 2, 5], [1, 2, 5]], dtype=dtype))
         compare(got, [1, 2], {}, f"the weights 1 2 5 in {dtype}, u = .3 and .8")
 
 
 def test_winners_of_a_race_share_what_has_one_row():
-    """One row of positions, or one seed, stands for all rows; and the winners have the type of p."""
-    p = wide([[0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25], [0.1, 0.2, 0.3, 0.4]])[:, None].repeat(1, 50, 1)
+    """One row of positions, or one seed, stands for all rows; and the winners have the type of
+    p."""
+    p = wide([[0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25], [0.1, 0.2, 0.3, 0.4]])
+    p = p[:, None].repeat(1, 50, 1)
     position = torch.arange(50)[None] + 1000
     for dtype in (torch.float32, torch.float64):
         for seeds in ([7, -1, 12], [5]):
@@ -199,15 +214,18 @@ def test_choices_have_any_shape_of_rows():
 @pytest.mark.parametrize("length", [None, 9])
 @pytest.mark.parametrize("verifier", [one_row, one_walk], ids=["verify", "verify_tree"])
 def test_long_drafts_of_a_large_vocabulary(verifier, length):
-    """Where p and q are sure of a token its rejection does not show: each of 12 is in doubt in turn."""
+    """Where p and q are sure of a token its rejection does not show: each of 12 is in doubt in
+    turn."""
     for place in range(12):
-        given = f"12 drafts from q, {length or 12} proposed, of which number {place + 1} is in doubt"
-        writes_the_law(verifier, given, range(12), 13, tables=mostly_sure(unsure=[place - 1]), length=length,
-                       otherwise=LATER)
+        given = (f"12 drafts from q, {length or 12} proposed, "
+                 f"of which number {place + 1} is in doubt")
+        writes_the_law(verifier, given, range(12), 13, tables=mostly_sure(unsure=[place - 1]),
+                       length=length, otherwise=LATER)
 
 
 def test_a_climb_that_takes_back_what_it_did():
-    """A way of seven flips through sets of four bits, of which each is next to no other of the way."""
+    """A way of seven flips through sets of four bits, of which each is next to no other of the
+    way."""
     way, worth = [wide([0, 0, 0, 0])], {(0, 0, 0, 0): 1.0}
     for bit in (0, 1, 2, 0, 3, 1, 0):
         way.append((way[-1] - torch.eye(4).double()[bit]).abs())
@@ -216,20 +234,25 @@ def test_a_climb_that_takes_back_what_it_did():
     ends, _ = climb(score, torch.stack([way[0], way[4]]), lambda z: z[:, 0] < 2)
     compare(ends.double(), torch.stack([way[-1]] * 2), {
         "it ends after as many flips as there are bits": torch.stack([way[4], way[-1]])},
-        "scores that rise along 0000 1000 1100 1110 0110 0111 0011 1011 and are 0 elsewhere, from the first "
+        "scores that rise along 0000 1000 1100 1110 0110 0111 0011 1011 and are 0 elsewhere, "
+        "from the first "
         "and from the fifth of these")
 
 
 def test_alpha_is_no_share_of_drafted_tokens():
-    """A thousand drafts of 5 tokens, each accepted with .8 if the ones before it were: 3.7 tokens a round."""
+    """A thousand drafts of 5 tokens, each accepted with .8 if the ones before it were: 3.7 tokens
+    a round."""
     counts = Counts(1000, 1000, 3689, drafted=1000, hits=800, proposed=5000, accepted=2689)
     compare(wide([counts.alpha]), [0.8], {
-        "accepted / proposed is no alpha: it counts the tokens after a rejection, which were never tested; "
+        "accepted / proposed is no alpha: it counts the tokens after a rejection, "
+        "which were never tested; "
         "with it the formula predicts 2.1 tokens per round, where 3.7 came": [2689 / 5000],
         "accepted tokens per round: the gain, and no probability": [2.689]}, str(counts), rtol=1e-9)
-    some = Counts(passes=20, turns=2000, tokens=3800, drafted=1000, hits=800, proposed=1500, accepted=1000)
+    some = Counts(passes=20, turns=2000, tokens=3800, drafted=1000, hits=800, proposed=1500,
+                  accepted=1000)
     compare(wide([some.alpha]), [0.8], {
-        "rounds without a draft count as rejections: divide by the rounds that tested a draft": [0.4],
+        "rounds without a draft count as rejections: "
+        "divide by the rounds that tested a draft": [0.4],
         "a pass of a batch tests a draft in many rows: divide by `drafted`": [40.0]},
         f"{some}, half of whose turns had no draft")
     for hits, drafted in ((3, 7), (0, 5), (11, 11)):

@@ -10,7 +10,8 @@ from exercises.economics import best_bits, cost_in_bits, largest_batch, pass_sec
 
 # --- few bits
 
-SETTINGS = [(4, 1e9, 1e11, 0.0), (4, 1e9, 1e11, 0.005), (8, 2e9, 5e10, 0.01), (16, 1e9, 1e11, 0.001),
+SETTINGS = [(4, 1e9, 1e11, 0.0), (4, 1e9, 1e11, 0.005), (8, 2e9, 5e10, 0.01),
+            (16, 1e9, 1e11, 0.001),
             (4, 1e9, 1e11, 0.0, 128)]
 
 
@@ -30,7 +31,8 @@ def test_the_cost_of_few_bits():
     """By hand: a billion weights at 100 GB/s take 20 ms in 16 bits, and 5.625 ms in 4.5."""
     got = [cost_in_bits(*row) for row in SETTINGS]
     compare(wide(got), costs(), {
-        "each group of weights has a scale of 16 bits, too: 4.5 bits per weight, not 4": costs(scale=False),
+        "each group of weights has a scale of 16 bits, too: "
+        "4.5 bits per weight, not 4": costs(scale=False),
         "at 16 bits there are no groups, and so no scales": costs(whole_scale=True),
         "the bandwidth counts bytes, and a byte has 8 bits": costs(byte=1),
         "`call` is left out: it does not shrink with the bits": costs(draft_call=0, target_call=0),
@@ -41,8 +43,8 @@ def test_the_cost_of_few_bits():
     compare(wide(got[:2]), [0.28125, 10.625 / 25], {}, "the first two settings, by hand", 1e-9)
 
 
-FAST = (1e9, 1e12, 0.0)             # size, bandwidth, call: c = 0.15625, 0.28125, 0.53125 in 2, 4, 8 bits
-SLOW = (1e9, 1e12, 0.01)            # most of a pass is `call`: drafts cost nearly as much as they bring
+FAST = (1e9, 1e12, 0.0)     # size, bandwidth, call: c = 0.15625, 0.28125, 0.53125 in 2, 4, 8 bits
+SLOW = (1e9, 1e12, 0.01)    # most of a pass is `call`: drafts cost nearly as much as they bring
 
 
 def once(T):
@@ -79,15 +81,18 @@ def fastest(alphas, machine, pass_cost, most, mistake=None):
     return max(speeds, key=speeds.get)
 
 
-PICKS = {"the most tokens are not the best speed: divide by gamma c + pass_cost(gamma + 1)": "tokens",
-         "`pass_cost` is ignored: the pass that verifies gamma + 1 tokens can cost more than 1": "one",
+PICKS = {"the most tokens are not the best speed: "
+         "divide by gamma c + pass_cost(gamma + 1)": "tokens",
+         "`pass_cost` is ignored: "
+         "the pass that verifies gamma + 1 tokens can cost more than 1": "one",
          "pass_cost(T) is asked for T = gamma; the last known token is read, too": "width",
          "plain decoding, (16, 0, 1.0), is a choice, too, and here it is the fastest": "forced"}
 
 
 def check_bits(alphas, machine, pass_cost, most, want):
     costs = [round(cost_in_bits(bits, *machine), 4) for bits in alphas]
-    given = (f"alphas = {alphas}, which cost {costs}, a pass over 2 tokens {pass_cost(2)} and over 4 "
+    given = (f"alphas = {alphas}, which cost {costs}, "
+             f"a pass over 2 tokens {pass_cost(2)} and over 4 "
              f"{pass_cost(4)}, most = {most}")
     got = best_bits(dict(alphas), *machine, pass_cost, most)
     if not isinstance(got, tuple) or len(got) != 3:
@@ -117,7 +122,8 @@ def test_the_best_bits_on_drawn_machines():
     for _ in range(80):
         alphas = {bits: draw.choice([0.0, 1.0, *[draw.random() for _ in range(6)]])
                   for bits in draw.sample([2, 3, 4, 5, 6, 8], draw.randint(1, 4))}
-        machine = draw.uniform(1e8, 1e10), draw.uniform(1e10, 3e12), draw.choice([0.0, draw.uniform(0, 0.01)])
+        machine = (draw.uniform(1e8, 1e10), draw.uniform(1e10, 3e12),
+                   draw.choice([0.0, draw.uniform(0, 0.01)]))
         most = draw.randint(1, 30)
         table = [1.0, *(draw.uniform(0.8, 1 + 0.2 * T) for T in range(max(4, most)))]
         given = alphas, machine, lambda T, table=table: table[T - 1], most
@@ -131,7 +137,8 @@ PASSES = [(1, 1, 1e9, 1e6, 1e11, 1e13), (8, 5, 1e9, 1e6, 1e11, 1e13), (64, 5, 1e
           (1, 2000, 3e9, 1e6, 2e11, 5e12), (2, 1, 3e9, 1e7, 2e11, 5e12)]
 
 
-def times(join=max, operations=2, rows_read=False, rows_cached=True, rows_computed=True, bytes_each=2):
+def times(join=max, operations=2, rows_read=False, rows_cached=True, rows_computed=True,
+          bytes_each=2):
     """The time of each pass by its definition, or with a mistake."""
     found = []
     for rows, width, size, cache, bandwidth, flops in PASSES:
@@ -143,17 +150,22 @@ def times(join=max, operations=2, rows_read=False, rows_cached=True, rows_comput
 
 
 def test_the_time_of_a_pass():
-    """By hand: 2 GB at 100 GB/s take 20 ms, and 64 times 5 tokens 2e9 operations each at 10 TFLOPS 64 ms."""
+    """By hand: 2 GB at 100 GB/s take 20 ms, and 64 times 5 tokens 2e9 operations each at 10 TFLOPS
+    64 ms."""
     compare(wide([pass_seconds(*row) for row in PASSES]), times(), {
-        "it reads and computes at the same time: the longer one counts, not their sum": times(join=sum),
+        "it reads and computes at the same time: "
+        "the longer one counts, not their sum": times(join=sum),
         "the longer of the two counts, not the shorter": times(join=min),
         "a product and a sum: two operations per weight and token": times(operations=1),
-        "the weights are read once for all rows: that is what a batch is for": times(rows_read=True),
+        "the weights are read once for all rows: "
+        "that is what a batch is for": times(rows_read=True),
         "each text has keys and values of its own": times(rows_cached=False),
         "each row is computed": times(rows_computed=False),
         "a weight has two bytes": times(bytes_each=1),
-        "nothing but reading: a wide pass over many rows computes longer": times(join=lambda pair: pair[0]),
-        "nothing but computing: a pass over few rows reads longer": times(join=lambda pair: pair[1])},
+        "nothing but reading: "
+        "a wide pass over many rows computes longer": times(join=lambda pair: pair[0]),
+        "nothing but computing: "
+        "a pass over few rows reads longer": times(join=lambda pair: pair[1])},
         f"(rows, width, size, cache, bandwidth, flops) = {PASSES}", 1e-9)
     compare(wide(times()[1:3]), [0.02008, 0.064], {}, "by hand", 1e-9)
 
@@ -199,9 +211,11 @@ def check_batch(alpha, gamma, cost, seconds, most, want, otherwise=None):
         "`most` is the largest batch to look at": max(want, 1000)}
     got = largest_batch(alpha, gamma, cost, seconds, most)
     if got != want:
-        fail(f"alpha = {alpha}, gamma = {gamma}, cost = {cost}, most = {most}; a plain pass over 1, 8 and 64 "
+        fail(f"alpha = {alpha}, gamma = {gamma}, cost = {cost}, most = {most}; "
+             "a plain pass over 1, 8 and 64 "
              f"rows takes {short([seconds(rows, 1) for rows in (1, 8, 64)])} s, one that verifies "
-             f"{short([seconds(rows, gamma + 1) for rows in (1, 8, 64)])} s", f"{want} texts", f"{got!r:.60}",
+             f"{short([seconds(rows, gamma + 1) for rows in (1, 8, 64)])} s",
+             f"{want} texts", f"{got!r:.60}",
              otherwise or next((why for why, wrong in mistakes.items() if wrong == got), None))
 
 

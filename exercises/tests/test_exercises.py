@@ -1,5 +1,5 @@
-"""The student's folder, and one clear line for each kind of accident. Whether mistakes are named is what
-`python exercises/check.py` tries."""
+"""The student's folder, and one clear line for each kind of accident. Whether mistakes are named
+is what `python exercises/check.py` tries."""
 import ast
 import json
 import subprocess
@@ -38,7 +38,8 @@ def test_a_task_names_tests_that_exist(task):
 
 @each_task
 def test_no_bare_assert_reaches_a_student(task):
-    """It would say what was false, but neither what was given nor what is wrong: `teach.promise` does."""
+    """It would say what was false, but neither what was given nor what is wrong: `teach.promise`
+    does."""
     for test in task.tests:
         file, name = test.partition("[")[0].split("::")
         node = find(ast.parse((ROOT / file).read_text(encoding="utf-8")), name)
@@ -71,8 +72,10 @@ def test_the_folder_is_never_written_over(out):
 
 def test_the_specifications_are_true():
     p, q = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]]), torch.tensor([[0.2, 0.6, 0.2]])
-    assert specs.specification_of_verify(verify, p, q, Coins) == pytest.approx(p[0].tolist(), abs=0.03)
-    assert specs.specification_of_expected_tokens(0.8, 5) == pytest.approx(expected_tokens(0.8, 5), abs=0.05)
+    assert specs.specification_of_verify(verify, p, q, Coins) == pytest.approx(
+        p[0].tolist(), abs=0.03)
+    assert specs.specification_of_expected_tokens(0.8, 5) == pytest.approx(
+        expected_tokens(0.8, 5), abs=0.05)
     score, free = lambda z: z @ torch.tensor([1.0, -3.0, 2.0]).double(), lambda z: z.sum(-1) <= 1
     (end, *_), _ = climb(score, torch.zeros(1, 3), free)
     assert specs.specification_of_climb(score, end, free)
@@ -86,7 +89,8 @@ AGAINST = "    q, ratio, live = against(p, q, tokens, length)"
 REFUSED = [  # number of the exercise, what is changed, and the one line that says so
     (2, ("if scaling is None:", "if scaling is None"), "line 9: this is not Python yet"),
     (3, ("def forward", "def backward"), "`RMSNorm.forward` is not there any more"),
-    (5, ("        G = N - 2", "        from numpy import dot as G"), "line 7: it imports numpy; its arrays"),
+    (5, ("        G = N - 2", "        from numpy import dot as G"),
+     "line 7: it imports numpy; its arrays"),
     (5, ("        G = N - 2", "        from torch import os as G"), "line 7: `os` goes around"),
     (9, (AGAINST, "    B = getattr(torch, 'sys').modules"), "line 21: `sys` goes around"),
     (9, (AGAINST, "    import test_by_outcomes as B"), "line 21: .* these are the tests"),
@@ -119,7 +123,8 @@ BODY = b"    return x if cap is None"
     (BODY, b"    # a note\xe2\x80\xa8from \xc2\x85 \x1c\x0b the web\n" + BODY),
     (b"import math", b"# coding: latin-1\n# caf\xe9\nimport math")])
 def test_an_answer_is_read_as_python_reads_it(old, new, out):
-    """Byte order mark, form feed, line ends, what looks like one, and a coding line; the lines keep count."""
+    """Byte order mark, form feed, line ends, what looks like one, and a coding line; the lines
+    keep count."""
     task = choose("1")
     path = out / file_name(task)
     path.write_bytes(f"import math\n\n{answer(task)}".encode().replace(old, new))
@@ -134,7 +139,8 @@ def test_an_answer_is_read_as_python_reads_it(old, new, out):
     (b"", b"    breakpoint()", "line 3: `breakpoint\\(\\)`"),
     (b"", b"    x = input()", "line 3: `input\\(\\)`"),
     (b"", b"    import pdb; pdb.set_trace()", "line 3: `pdb.set_trace\\(\\)`"),
-    (b"", b"    # \xff", "line 3: this is not utf-8"), (b"\r", b"\xff", "line 4: this is not utf-8"),
+    (b"", b"    # \xff", "line 3: this is not utf-8"),
+    (b"\r", b"\xff", "line 4: this is not utf-8"),
     (b"\xef\xbb\xbf", b"\xff", "line 3: this is not utf-8"),
     (b"\n\xff", b"", "line 1 or 2: .* save it as UTF-8")])
 def test_what_waits_for_its_author_and_what_is_no_text_is_named(start, line, says, tmp_path):
@@ -169,7 +175,8 @@ def test_harmless_modules_may_be_imported():
 def test_helpers_come_along_and_of_two_definitions_the_last_one_counts():
     task = choose("KVCache.write")
     head = "  def write(self, layer, k, v, at, start=0):\n    return "
-    text = f"TABLE = [1]\nTABLE.append(2)\ndef mine(x):\n  return x, TABLE\n\nclass KVCache:\n{head}0\n" \
+    text = "TABLE = [1]\nTABLE.append(2)\ndef mine(x):\n  return x, TABLE\n\n" \
+           f"class KVCache:\n{head}0\n" \
            f"{head}mine(k)\n"
     exec(splice.code(task.module, task.functions, text), module := {})
     assert module["KVCache"]().write(0, 1, 2, None) == (1, [1, 2])
@@ -178,7 +185,8 @@ def test_helpers_come_along_and_of_two_definitions_the_last_one_counts():
 def test_a_trial_below_the_function_is_not_run():
     """And what an answer assigns changes no name but its own."""
     task = choose("break_even")
-    trial = "import nothing\nfrom sampling import Coins\nx = draft_cost(1, 2, 3, 0) / 0\nassert x == 2\n" \
+    trial = "import nothing\nfrom sampling import Coins\n" \
+            "x = draft_cost(1, 2, 3, 0) / 0\nassert x == 2\n" \
             "compare = lambda *a, **k: None\nfail = None\nfor i in range(3):\n    print(x)\n"
     exec(splice.code(task.module, task.functions, answer(task) + trial), module := {})
     assert not {"nothing", "Coins", "x", "compare", "fail", "i"} & {*module}
@@ -226,7 +234,8 @@ def test_marks_add_up_whatever_one_answer_does(out, tmp_path):
     put_answer(out, "9", AGAINST, AGAINST + " + ()" * 9000)
     graded(out, "--gradescope", file := tmp_path / "results.json")
     found = json.loads(file.read_text())
-    assert {test["name"]: test["score"] for test in found["tests"] if test["score"]} == {"Coins.choose": 4}
+    marks = {test["name"]: test["score"] for test in found["tests"] if test["score"]}
+    assert marks == {"Coins.choose": 4}
     assert found["score"] == 4 and sum(test["max_score"] for test in found["tests"]) == 60
     assert "it cannot be graded: " in found["tests"][8]["output"]
 

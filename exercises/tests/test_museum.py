@@ -1,4 +1,5 @@
-"""The museum: each bug is off by what its page says, ours is not, and grader and porting kit see it."""
+"""The museum: each bug is off by what its page says, ours is not, and grader and porting kit see
+it."""
 import importlib
 import inspect
 import json
@@ -53,7 +54,8 @@ def inputs(node):
         if mark.name == "parametrize":
             names = [word.strip() for word in mark.args[0].split(",")]
             rows = [values if len(names) > 1 else [values] for values in mark.args[1]]
-            sets = [given | dict(zip(names, values, strict=True)) for given in sets for values in rows]
+            sets = [given | dict(zip(names, values, strict=True))
+                    for given in sets for values in rows]
     for given in sets:
         yield f"{name}{given}", lambda test=test, given=given: test(**given)
 
@@ -71,8 +73,8 @@ def refused(e):
 
 
 def by_minimal(request):
-    """The answer of a port whose loop is `minimal.rounds_with_cache`: what each round wrote; None for a
-    case that this loop does not run."""
+    """The answer of a port whose loop is `minimal.rounds_with_cache`: what each round wrote; None
+    for a case that this loop does not run."""
     drafter = request.get("drafter", {})
     blocks = len(drafter.get("sublayers", ())) // 2
     if (request["op"] != "rounds" or request["trees"] or len(request["prompts"]) > 1 or not blocks
@@ -108,7 +110,8 @@ def wrong_cases(e):
 def wrong_calls(e):
     """The same of the kit for engines, whose cases hold p and q: of a bug in what it calls."""
     name, function, *_ = changed(e)
-    rules = {rule: function if ours.__name__ == name else ours for rule, ours in library_engine.RULES.items()}
+    rules = {rule: function if ours.__name__ == name else ours
+             for rule, ours in library_engine.RULES.items()}
     calls = [case for case in json.loads(engine.CASES.read_text(encoding="utf-8"))["cases"]
              if "law" not in case]
     found = []
@@ -138,8 +141,8 @@ def test_a_bug_is_off_by_what_the_page_says_and_ours_is_not(e):
 
 @each_exhibit
 def test_grader_and_porting_kit_see_it_by_two_inputs_each(e, monkeypatch):
-    """`until`, `flip` and the loop are no exercises. The kit for engines holds neither drafters nor loops,
-    and neither kit has grammars or rings."""
+    """`until`, `flip` and the loop are no exercises. The kit for engines holds neither drafters
+    nor loops, and neither kit has grammars or rings."""
     plant(monkeypatch, e)
     assert e.scope in ("until", "Coins.flip", "rounds_with_cache") or len(refused(e)) >= 2
     if e.file == "exercises/serving.py":
@@ -149,13 +152,15 @@ def test_grader_and_porting_kit_see_it_by_two_inputs_each(e, monkeypatch):
     cases = [int(n) for words in re.findall(r"ases? (\d+(?:(?:,| and) \d+)*)", said)
              for n in re.findall(r"\d+", words)]
     assert len(wrong) >= 2 and set(cases) <= {*wrong}
-    assert e.scope in ("chain", "until", "to_probs", "rounds_with_cache") or len(wrong_calls(e)) >= 2
+    outside = "chain", "until", "to_probs", "rounds_with_cache"
+    assert e.scope in outside or len(wrong_calls(e)) >= 2
 
 
 def test_the_loop_of_minimal_answers_the_rounds_of_the_kit():
     """So its bug is seen where it is wrong, and nowhere else."""
     bug = next(e for e in EXHIBITS if e.scope == "rounds_with_cache")
-    assert not wrong_cases(bug) and sum(by_minimal(request) is not None for request, _ in CASES.values()) >= 4
+    assert not wrong_cases(bug)
+    assert sum(by_minimal(request) is not None for request, _ in CASES.values()) >= 4
 
 
 def test_the_tests_of_ours_that_the_page_names_for_what_is_no_exercise():
@@ -164,14 +169,16 @@ def test_the_tests_of_ours_that_the_page_names_for_what_is_no_exercise():
 
 
 def test_shared_noise_by_hand():
-    """Token 0 is rejected half of the time. Then 1 and 2 race with rates .6 and .4. That token 0 came first,
-    at a time T from Exp(1), delays each by q T / rate: by .5 T and .25 T. So 2 starts .25 T earlier."""
+    """Token 0 is rejected half of the time. Then 1 and 2 race with rates .6 and .4. That token 0
+    came first, at a time T from Exp(1), delays each by q T / rate: by .5 T and .25 T. So 2 starts
+    .25 T earlier."""
     e = next(e for e in EXHIBITS if e.scope == "Coins.choose")
     got, _ = laws(e)
     first = [sum(weight for text, weight in got.items() if text[0] == t) for t in range(3)]
     second = 0.3 + 0.5 * 0.6 / (1 + 0.4 * 0.25)
     assert first == pytest.approx([0.1, second, 0.9 - second], abs=2e-3)
-    assert off(e._replace(p=[[0.1, 0.8, 0.1], [1, 0, 0]])) < 2e-3, "one token alone has p > q: nothing is off"
+    one = e._replace(p=[[0.1, 0.8, 0.1], [1, 0, 0]])
+    assert off(one) < 2e-3, "one token alone has p > q: nothing is off"
 
 
 # --- which of these five is wrong?
@@ -179,7 +186,8 @@ def test_shared_noise_by_hand():
 
 @pytest.mark.parametrize("number", range(len(RIGHT)))
 def test_what_is_called_right_is_right(number):
-    for p, q in (([0.5, 0.3, 0.2], [0.2, 0.2, 0.6]), ([0.0, 1.0], [0.5, 0.5]), ([0.9, 0.1], [0.9, 0.1])):
+    for p, q in (([0.5, 0.3, 0.2], [0.2, 0.2, 0.6]), ([0.0, 1.0], [0.5, 0.5]),
+                 ([0.9, 0.1], [0.9, 0.1])):
         e = museum.of_verify("", RIGHT[number], [p] * 3, [q] * 2)
         assert off(e) < 1e-12
 
@@ -229,7 +237,8 @@ def test_the_numbers_of_the_exam():
     for rule, whole, mean in ((verify, 1 / 3, 0.75), (verify_block, 1.0, 0.875)):
         draft = torch.tensor([[0, 1]])
         found = enumerated(lambda coins, rule=rule, draft=draft: int(rule(p, q, draft, coins)[0]))
-        assert found.get(2, 0.0) == pytest.approx(whole) and (rule is verify or found.get(1, 0.0) == 0)
+        assert found.get(2, 0.0) == pytest.approx(whole)
+        assert rule is verify or found.get(1, 0.0) == 0
         found = enumerated(lambda coins, rule=rule: int(rule(p, q, coins.choose(q), coins)[0]))
         assert sum(n * chance for n, chance in found.items()) == pytest.approx(mean)
 
@@ -237,14 +246,15 @@ def test_the_numbers_of_the_exam():
     assert [f"{speed:.3f}" for speed in speeds] == ["1.280", "1.307", "1.243"]
     assert control.expected_tokens(0.6, 2) / (2 * 0.25 + 1.5) == pytest.approx(0.98)
     assert (control.expected_tokens(0.6, 2) - 1) / 2 == pytest.approx(0.48)
-    for words in ("(0.48, 0.39, 0.13)", "0.12", "0.875", "= 1.28; 1.96 / 1.5 = 1.307; 2.176 / 1.75 = 1.243",
-                  "= 0.98"):
+    for words in ("(0.48, 0.39, 0.13)", "0.12", "0.875",
+                  "= 1.28; 1.96 / 1.5 = 1.307; 2.176 / 1.75 = 1.243", "= 0.98"):
         assert words in exam
 
     known, drafted, kept = 5, 3, 1
     block = torch.arange(known - 1, known + drafted)[None]
     after = known + kept                                    # where the replacement stands
-    assert block.tolist() == [[4, 5, 6, 7]] and [s for s in block[0].tolist() if s >= after] == [6, 7]
+    assert block.tolist() == [[4, 5, 6, 7]]
+    assert [s for s in block[0].tolist() if s >= after] == [6, 7]
     at = torch.tensor([[after]])
     assert visible(at, at, 8)[0, 0].nonzero()[:, 0].tolist() == list(range(7))
 
@@ -259,11 +269,13 @@ def test_the_zip_grades_an_answer_as_the_server_would(tmp_path):
     (tmp_path / "results").mkdir()
     task = choose("8")
     (submission / file_name(task)).write_text(answer(task), encoding="utf-8")
-    done = subprocess.run(["sh", source / "run_autograder"], cwd=tmp_path, capture_output=True, text=True,
+    done = subprocess.run(["sh", source / "run_autograder"], cwd=tmp_path, capture_output=True,
+                          text=True,
                           env=os.environ | {"AT": str(tmp_path), "PY": sys.executable})
     assert not done.returncode, done.stderr
     found = json.loads((tmp_path / "results" / "results.json").read_text())
-    assert {test["name"]: test["score"] for test in found["tests"] if test["score"]} == {"Coins.choose": 4}
+    marks = {test["name"]: test["score"] for test in found["tests"] if test["score"]}
+    assert marks == {"Coins.choose": 4}
     with pytest.raises(SystemExit) as stop:
         autograder.main([str(tmp_path / "a.zip")])
     assert stop.value.code == 2, "nothing is written over"

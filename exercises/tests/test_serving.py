@@ -10,13 +10,16 @@ from test_by_outcomes import SMALL, P, after, mixed, planted
 from exercises.serving import constrain, replay, ring_counterexample, ring_mask, ring_size
 from verification import verify
 
-GRAMMAR = torch.tensor([[1, 2, -1], [-1, 2, 0], [0, -1, 1]])    # three states, and what each forbids
+# three states, and what each forbids
+GRAMMAR = torch.tensor([[1, 2, -1], [-1, 2, 0], [0, -1, 1]])
 STATES = {
-    "start": "every row has the state of the text before the draft; row k stands k drafted tokens further",
+    "start": "every row has the state of the text before the draft; "
+             "row k stands k drafted tokens further",
     "late": "row k has the state after k + 1 drafted tokens; row 0 is about the first of them",
     "not scaled": "what stays must be scaled to sum to 1 before it is compared with q",
     "first": "only row 0 is masked; each row is judged, and the last one gives the bonus token",
-    "last": "only the row of the bonus token is masked; a draft that breaks the grammar must have p = 0",
+    "last": "only the row of the bonus token is masked; "
+            "a draft that breaks the grammar must have p = 0",
     "none": "nothing is masked"}
 
 
@@ -44,12 +47,14 @@ def grammar_law(count, state, start=()):
             for last in text:
                 here = max(0, int(GRAMMAR[here, last]))
             row = P[last] * (GRAMMAR[here] >= 0)
-            longer |= {(*text, t): weight * float(x / row.sum()) for t, x in enumerate(row) if x > 0}
+            longer |= {(*text, t): weight * float(x / row.sum())
+                       for t, x in enumerate(row) if x > 0}
         found = longer
     return found
 
 
-@pytest.mark.parametrize("K, copied", [(1, None), (2, None), (3, None), (2, [0, 1]), (2, [2, 2]), (0, [])])
+@pytest.mark.parametrize("K, copied", [
+    (1, None), (2, None), (3, None), (2, [0, 1]), (2, [2, 2]), (0, [])])
 @pytest.mark.parametrize("state", [0, 1, 2])
 def test_a_draft_under_a_grammar(K, copied, state):
     """Drafts from a q that knows no grammar. The texts have the law of plain decoding under it."""
@@ -70,7 +75,8 @@ def test_a_draft_under_a_grammar(K, copied, state):
     what = f"{K} drafts from q" if copied is None else f"the copied proposals {copied}"
     same_law(partial(run, constrain), grammar_law(K + 1, state),
              {why: partial(run, partial(by_states, mistake=name)) for name, why in STATES.items()},
-             f"{what}, the grammar {GRAMMAR.tolist()}, state {state}; {{text: probability}}", finish=finish)
+             f"{what}, the grammar {GRAMMAR.tolist()}, state {state}; {{text: probability}}",
+             finish=finish)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -116,9 +122,12 @@ def test_the_mask_of_a_ring():
     for window, gamma in SIZES:
         for size, first in itertools.product(range(window, window + gamma + 3), range(9)):
             case = first, gamma + 1, size, window
-            look(ring_mask(*case), ["".join(".x"[seen] for seen in row) for row in slow_mask(*case).tolist()],
-                 {why: ["".join(".x"[seen] for seen in row) for row in slow_mask(*case, name).tolist()]
-                  for name, why in MASKS.items()}, f"ring_mask(first, T, size, window) = ring_mask{case}")
+            look(ring_mask(*case),
+                 ["".join(".x"[seen] for seen in row) for row in slow_mask(*case).tolist()],
+                 {why: ["".join(".x"[seen] for seen in row)
+                        for row in slow_mask(*case, name).tolist()]
+                  for name, why in MASKS.items()},
+                 f"ring_mask(first, T, size, window) = ring_mask{case}")
 
 
 def goes_wrong(size, window, gamma):
@@ -134,7 +143,8 @@ def test_the_size_of_a_ring(window):
         want = next(size for size in itertools.count(window) if not goes_wrong(size, window, gamma))
         compare(torch.tensor(ring_size(window, gamma)), want, {
             "a block overwrites keys that its own first tokens still read": window,
-            "one more than needed": want + 1, "one too few": want - 1}, f"window = {window}, gamma = {gamma}")
+            "one more than needed": want + 1, "one too few": want - 1},
+            f"window = {window}, gamma = {gamma}")
 
 
 def test_a_counterexample_to_a_smaller_ring():
@@ -144,5 +154,6 @@ def test_a_counterexample_to_a_smaller_ring():
         if not isinstance(run, list) or not all(type(n) is int and 0 <= n <= gamma for n in run):
             fail(given, f"a list of numbers from 0 to {gamma}, one for each round", f"{run!r:.100}")
         if not replay(size, window, gamma, run, slow_mask):
-            fail(given, f"a run in which a ring of {size} slots goes wrong", f"{run}, which does not",
+            fail(given, f"a run in which a ring of {size} slots goes wrong",
+                 f"{run}, which does not",
                  "the block must overwrite a key that it reads: let the text outgrow the window")

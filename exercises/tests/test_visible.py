@@ -1,5 +1,5 @@
-"""Worked examples of `visible` for exercise 4, with the masks that well-known mistakes give. That any
-mask is its definition is a property in tests/test_properties.py."""
+"""Worked examples of `visible` for exercise 4, with the masks that well-known mistakes give.
+That any mask is its definition is a property in tests/test_properties.py."""
 import torch
 from teach import look, promise
 

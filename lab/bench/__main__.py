@@ -1,21 +1,21 @@
 """The command that measures, side by side in one process, A B A B, with medians after a warm-up.
 
-    python -m lab.bench counts       operations of a round, and waits for a GPU: counted, so free of noise
+    python -m lab.bench counts       operations and GPU waits of a round: counted, so free of noise
     python -m lab.bench plain        plain decoding beside transformers
     python -m lab.bench costs        what each sub-layer and the head take on this machine
-    python -m lab.bench help         will drafting help your model? what drafts promise, and the most possible
-    python -m lab.bench check        is your model computed right? compared with transformers; and `help`
+    python -m lab.bench help         will drafting help? what drafts promise, and the most possible
+    python -m lab.bench check        is your model computed right? beside transformers; and `help`
     python -m lab.bench self         every way to draft, four kinds of text, beside transformers
     python -m lab.bench dynamic      drafts that adapt, on a stream of prompts whose kind changes
     python -m lab.bench quant        drafts and targets in few bits, measured, and on paper
-    python -m lab.bench exact        what changes a text that is the same to the bit, and what does not
+    python -m lab.bench exact        what changes a text that is the same to the bit, and what not
     python -m lab.bench rows         products with few rows, beside the time of reading the matrices
     python -m lab.bench prompts      how long a prompt is read, beside transformers
     python -m lab.bench block        block verification beside token by token
-    python -m lab.bench heads        trained heads: chains and trees of them, beside drafts without training
+    python -m lab.bench heads        trained heads: their chains and trees, beside untrained drafts
     python -m lab.bench search       the search for a skip set against the truth of all 4,096
     python -m lab.bench real         a real public model, over plain decoding: see lab/bench/real.py
-    python -m lab.bench beyond       M2R2, ProphetNet, HAMburger and a sparse self-draft, trained and measured
+    python -m lab.bench beyond       M2R2, ProphetNet, HAMburger and a sparse self-draft, measured
 """
 import argparse
 import json
@@ -53,14 +53,15 @@ RUNS = {    # -> (Markdown, data)
     "counts": counts.run, "plain": plain.run, "rows": rows.run,
     "prompts": plain.run_prompts, "costs": costs.run_costs,
     "help": ceiling.run, "check": check.run, "self": drafters.run, "dynamic": dynamic.run,
-    "quant": quant.run, "block": block.run, "heads": heads.run, "real": run_real, "search": search.run,
-    "beyond": beyond.run, "exact": exact.run}
+    "quant": quant.run, "block": block.run, "heads": heads.run, "real": run_real,
+    "search": search.run, "beyond": beyond.run, "exact": exact.run}
 
 
 LOADS = "model", "dtype", "device"
 RUN = *LOADS, "new", "repeats", "quick"
 READS = {   # the flags of each, beside --out
-    "counts": (), "plain": ("model", "device", "new", "repeats", "fast"), "rows": (*LOADS, "repeats"),
+    "counts": (), "plain": ("model", "device", "new", "repeats", "fast"),
+    "rows": (*LOADS, "repeats"),
     "prompts": (*LOADS, "repeats"), "costs": (*LOADS, "repeats", "fast"),
     "help": (*LOADS, "new", "fast"), "check": ("model", "device", "new", "fast"),
     "self": (*RUN, "fast", "skip", "draft-vocab", "draft-model", "prompts", "only"),
@@ -87,25 +88,27 @@ FLAGS = {
     "dtype": dict(choices=["float32", "bfloat16", "float16", "float64"], default="bfloat16"),
     "device": dict(choices=["cpu", "cuda"], default="cpu"),
     "new": dict(type=at_least(8), default=128, metavar="N", help="tokens to write"),
-    "repeats": dict(type=at_least(1), metavar="N", help="how often each is run (plain 5, self 2, dynamic 1: "
-                    "some 35 methods, 128 tokens after each of 32 prompts, at two temperatures)"),
+    "repeats": dict(type=at_least(1), metavar="N", help="how often each is run (plain 5, self 2, "
+                    "dynamic 1: some 35 methods, 128 tokens after each of 32 prompts, at two "
+                    "temperatures)"),
     "quick": dict(nargs="?", type=int, const=1, metavar="N", help="one prompt of each kind, or N"),
     "fast": dict(action="store_true", help="in fast passes; plain: also in them"),
-    "skip": dict(metavar="SET", help="this skip set, a3,m4 or a skip.json (self, dynamic, block: by default "
-                 "the one beside the weights)"),
-    "draft-vocab": dict(metavar="FILE", help="the tokens of this file, the most frequent first (by default "
-                        "draft_vocab.json beside the weights)"),
+    "skip": dict(metavar="SET", help="this skip set, a3,m4 or a skip.json (self, dynamic, block: "
+                 "by default the one beside the weights)"),
+    "draft-vocab": dict(metavar="FILE", help="the tokens of this file, the most frequent first (by "
+                        "default draft_vocab.json beside the weights)"),
     "draft-model": dict(metavar="DIR", default=os.path.relpath(WEIGHTS / "stories-draft"),
                         help="a small model with the same tokenizer"),
     "prompts": dict(nargs="+", metavar="KIND", choices=(*SETS, *KINDS),
                     help=f"only these of {', '.join(SETS)}; block: {', '.join(KINDS)}"),
-    "only": dict(nargs="+", metavar="WORD", help="only ways to draft with one of these words in their names, "
-                 "and plain decoding; real: transformers and llama.cpp only if named"),
+    "only": dict(nargs="+", metavar="WORD", help="only ways to draft with one of these words in "
+                 "their names, and plain decoding; real: transformers and llama.cpp only if named"),
     "heads": dict(metavar="DIR", help="heads, real: trained heads (MODEL/heads); block: one"),
-    "dither": dict(action="store_true", help="first add noise to the target's weights, uniform and as wide "
-                   "as a step of int4: weights that came in 4 bits lie on a grid, which flatters int4, and "
-                   "with the noise its gain is a lower bound"),
-    "gguf": dict(metavar="FILE", help="with --only llama.cpp: --model in a GGUF file (default: SmolLM2)"),
+    "dither": dict(action="store_true", help="first add noise to the target's weights, uniform and "
+                   "as wide as a step of int4: weights that came in 4 bits lie on a grid, which "
+                   "flatters int4, and with the noise its gain is a lower bound"),
+    "gguf": dict(metavar="FILE", help="with --only llama.cpp: --model in a GGUF file (default: "
+                 "SmolLM2)"),
     "twin": dict(metavar="DIR", help="a model trained plainly, beside --model"),
     "out": dict(metavar="PATH", help="write PATH.json and PATH.md")}
 OTHERWISE = {   # flags that mean something else to one command
@@ -115,8 +118,8 @@ OTHERWISE = {   # flags that mean something else to one command
         "new": dict(default=48, help="tokens to write (default: 48)"), "quick": dict(
             default=1, help="how many prompts of each kind (default: 1)"),
         "draft-model": dict(default=None),
-        "prompts": dict(choices=None, help=f"only these of {', '.join(KINDS)}; or a file of prompts, one per "
-                        'line, in .jsonl {"prompt": ...}')}}
+        "prompts": dict(choices=None, help=f"only these of {', '.join(KINDS)}; or a file of "
+                        'prompts, one per line, in .jsonl {"prompt": ...}')}}
 
 
 class Flags(argparse.Namespace):
@@ -131,15 +134,16 @@ def parse(argv):
                    formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = p.add_subparsers(dest="what", required=True, metavar="WHAT")
     for what, flags in READS.items():
-        one = kinds.add_parser(what, usage=f"python -m lab.bench {what} [flags]", allow_abbrev=False)
+        one = kinds.add_parser(what, usage=f"python -m lab.bench {what} [flags]",
+                               allow_abbrev=False)
         one.set_defaults(device="cpu")
         for flag in (*flags, "out"):
             one.add_argument(f"--{flag}", **FLAGS[flag] | OTHERWISE.get(what, {}).get(flag, {}))
     a = p.parse_args(argv, Flags())
     if a.out is not None:
         if not os.path.basename(a.out).strip("."):
-            raise ValueError(f"--out {a.out!r} names a folder: name two files in it, without their suffix, "
-                             "such as FOLDER/costs")
+            raise ValueError(f"--out {a.out!r} names a folder: name two files in it, without their "
+                             "suffix, such as FOLDER/costs")
         for suffix in (".json", ".md"):
             check_writable(Path(a.out + suffix))
     checkpoint.find_device(a.device)

@@ -1,5 +1,5 @@
-"""Small reconstructions of four systems, M2R2, ProphetNet, HAMburger and a sparse self-draft. Each answers
-one question that its paper leaves open.
+"""Small reconstructions of four systems, M2R2, ProphetNet, HAMburger and a sparse self-draft. Each
+answers one question that its paper leaves open.
 """
 import copy
 import statistics
@@ -33,7 +33,7 @@ CONTEXT, BATCH, GAMMA, SINKS = 128, 8, 3, 4
 LARGE, WINDOW = SHAPES["Llama 3.1 8B"], 1024    # on paper
 SHAPE = {"layers": 4, "dim": 128, "heads": 2, "kv-heads": 1, "hidden": 352}    # of a ProphetNet
 COLD = 0.5                                      # the temperature that HAMburger imitates
-CONFIDENCES = 0.5, 0.8, 0.9, 2.0                # 2: no head is so sure, so that each step says one token
+CONFIDENCES = 0.5, 0.8, 0.9, 2.0  # 2: no head is so sure, so that each step says one token
 
 
 class Sizes(NamedTuple):
@@ -65,8 +65,9 @@ def finished(run):
 
 
 def own_text(model, tokenizer, count, measured, length=256):
-    """A Corpus of what the model writes: `count` tokens to learn from and `measured` others to measure on, or
-    more, in texts of at most `length`, since a group of texts takes as long as its longest."""
+    """A Corpus of what the model writes: `count` tokens to learn from and `measured` others to
+    measure on, or more, in texts of at most `length`, since a group of texts takes as
+    long as its longest."""
     streams = [{OWN: train_heads.write_text(model, tokens, seed, min(length, model.c.max_len))}
                for seed, tokens in enumerate((count, measured))]
     return corpus.split(*streams, [1.0], tokenizer, CONTEXT)
@@ -82,7 +83,8 @@ def taught(model, text, tokens, kind, *words):
 
 def worth(model, prompts, drafter, new, cost):
     """What is reported of a drafter, from greedy answers to all prompts, which are one batch.
-    cost(K) is what a draft of K tokens takes, in passes of the target, by the weights that it reads."""
+    cost(K) is what a draft of K tokens takes, in passes of the target, by the
+    weights that it reads."""
     counts = Counts()
     for _, r in rounds(model, prompts, new, drafter, eos=model.c.eos):
         counts.add(r)
@@ -94,8 +96,8 @@ def worth(model, prompts, drafter, new, cost):
 
 
 def accelerated(model, text, prompts, new, exits):
-    """{name: what was found} of a bare exit, Kangaroo, and M2R2 as a whole and, at the first of the exits,
-    without its alignment."""
+    """{name: what was found} of a bare exit, Kangaroo, and M2R2 as a whole and, at the first of the
+    exits, without its alignment."""
     found, held_out = {}, text.valid[OWN]
     for e in exits:
         learn = partial(taught, model, text, SIZES.heads)
@@ -116,28 +118,29 @@ def accelerated(model, text, prompts, new, exits):
 
 
 def stream_losses(model, head, batch):
-    """The cross-entropy of each stream for windows (B, T+1). The model's own comes first, then the losses of
-    the rows of the head, a Transfer from the embeddings on, each of which foresees a token further.
-    (ProphetNet is an encoder and a decoder; this is a decoder alone.) All is one pass, so that the losses of
-    the rows also train the keys and values that they read."""
+    """The cross-entropy of each stream for windows (B, T+1). The model's own comes first, then the
+    losses of the rows of the head, a Transfer from the embeddings on, each of which foresees a
+    token further. (ProphetNet is an encoder and a decoder; this is a decoder alone.) All is one
+    pass, so that the losses of the rows also train the keys and values that they read."""
     T, N, device = batch.shape[1] - 1, head.steps, batch.device
     x, at = model.embed(batch[:, :-1]), riders(T, N, device)
     x = model.run(torch.cat([x, head.spread(x).flatten(1, 2)], 1), at)
     rows = [x[:, :T], *x[:, T:].unflatten(1, (T, N)).unbind(2)]                 # (B, T, dim) each
-    return [F.cross_entropy(model.unembed(row[:, : T - k]).flatten(0, 1), batch[:, 1 + k :].flatten())
+    return [F.cross_entropy(model.unembed(row[:, : T - k]).flatten(0, 1),
+                            batch[:, 1 + k :].flatten())
             for k, row in enumerate(rows)]
 
 
 class Streams(train.Run):
-    """As `train.Run`, with streams that foresee more than the next token. Each counts the same, as in the
-    code of ProphetNet."""
+    """As `train.Run`, with streams that foresee more than the next token. Each counts the same, as
+    in the code of ProphetNet."""
 
     def __init__(self, a, text, device, streams):
         super().__init__(a, text, device)
         self.head = Transfer(self.model, 0, streams - 1)
         self.trained = nn.ModuleList([self.model, self.head.weights])
-        self.optimisers.append(torch.optim.AdamW(self.head.weights.parameters(), lr=a.lr, betas=(0.9, 0.95),
-                                                 weight_decay=0.0))
+        self.optimisers.append(torch.optim.AdamW(self.head.weights.parameters(), lr=a.lr,
+                                                 betas=(0.9, 0.95), weight_decay=0.0))
 
     def train_step(self):
         a = self.a
@@ -148,7 +151,8 @@ class Streams(train.Run):
 
 
 def prophet(text, device, streams, seed, tokens, shape=SHAPE):
-    """A finished run of a tiny model with so many streams. `shape` holds some flags of lab/train.py."""
+    """A finished run of a tiny model with so many streams. `shape` holds some flags of
+    lab/train.py."""
     a = parsed(train.parse, {
         "out": "nowhere", "data": "given", "device": device.type, "dtype": "float32", "seed": seed,
         "tokens": tokens, "context": CONTEXT, "batch": BATCH, "warmup": 20, "dropout": 0,
@@ -159,15 +163,18 @@ def prophet(text, device, streams, seed, tokens, shape=SHAPE):
 
 def prophets(text, device, new):
     """"1", "3": the models' own losses on held-out text, one for each seed; "drafts": what the last
-    seed's streams are worth as a Transfer, and those that learnt when its model of one was finished."""
+    seed's streams are worth as a Transfer, and those that learnt when its model
+    of one was finished."""
     held_out, found = text.valid[OWN], {"1": [], "3": [], "drafts": {}}
     prompts = held_out[: 16 * (min(128, len(held_out)) // 16)].view(-1, 16).tolist()
     for seed in range(SIZES.seeds):
         runs = {n: prophet(text, device, n, seed, SIZES.streams) for n in (1, 3)}
         for n, run in runs.items():
-            found[str(n)].append(train.evaluate(run.model, held_out, CONTEXT, SIZES.measured)["loss"][-1])
+            found[str(n)].append(train.evaluate(run.model, held_out, CONTEXT,
+                                                SIZES.measured)["loss"][-1])
     plain, flags = runs[1].model.requires_grad_(False), ("--inject-layer", "0", "--steps", "2")
-    made = {"with the model": runs[3].head, "later": taught(plain, text, SIZES.heads, "transfer", *flags)}
+    made = {"with the model": runs[3].head,
+            "later": taught(plain, text, SIZES.heads, "transfer", *flags)}
     for name, head in made.items():
         found["drafts"][name] = worth(head.model, prompts, head.drafter(2), min(new, CONTEXT - 16),
                                       partial(mul, heads.pricing(head)(0)))
@@ -178,28 +185,32 @@ def prophets(text, device, new):
 
 
 def cooled(model, temperature):
-    """A copy that says at temperature 1 what the model says at this one; where logits have a soft-cap, it has
-    at least the same best tokens."""
+    """A copy that says at temperature 1 what the model says at this one; where logits have a
+    soft-cap, it has at least the same best tokens."""
     cold, offset = copy.deepcopy(model), model.c.norm_offset
     cold.norm.weight.data = (offset + cold.norm.weight.data) / temperature - offset
     return cold
 
 
 def hamburgers(model, tokenizer, prompts, new):
-    """{confidence: what was found} of one HAMburger, alone and as a drafter for the model. It imitates the
-    model at a lower temperature, because at temperature 1 a small one is hardly ever sure."""
+    """{confidence: what was found} of one HAMburger, alone and as a drafter for the model. It
+    imitates the model at a lower temperature, because at temperature 1 a small one
+    is hardly ever sure."""
     device, costs, cold = model.tok.device, weight_costs(model.c), cooled(model, COLD)
     burger, text = Hamburger(cold), own_text(cold, tokenizer, SIZES.text // 2, SIZES.measured)
-    batches = [text.batch(0, i, BATCH // 2, CONTEXT - 1).long().to(device) for i in range(SIZES.burger)]
+    batches = [text.batch(0, i, BATCH // 2, CONTEXT - 1).long().to(device)
+               for i in range(SIZES.burger)]
     tune(burger, cold, batches)
-    rows = max(1, SIZES.measured // 4 // CONTEXT)            # each takes as many passes as it has entries
+    rows = max(1, SIZES.measured // 4 // CONTEXT)  # each takes as many passes as it has entries
     windows = text.valid[OWN][: rows * CONTEXT].view(rows, CONTEXT).long().to(device)
-    small = (sum(costs.sublayers[: 2 * burger.micro.c.n_layers]) + costs.head) / costs.whole    # a micro step
+    # a micro step
+    small = (sum(costs.sublayers[: 2 * burger.micro.c.n_layers]) + costs.head) / costs.whole
     cost, found = lambda K: (1 + small * (K - 1)) * (K > 0), {}
     for confidence in CONFIDENCES:
         kl, tokens = score(burger, cold, windows, confidence)
         checked = worth(model, prompts, BurgerDraft(burger, confidence), new, cost)
-        found[str(confidence)] = {"kl": kl, "tokens": tokens, "alone": tokens / cost(tokens), **checked}
+        found[str(confidence)] = {"kl": kl, "tokens": tokens, "alone": tokens / cost(tokens),
+                                  **checked}
     return found
 
 
@@ -208,8 +219,9 @@ def hamburgers(model, tokenizer, prompts, new):
 
 @torch.inference_mode()
 def sparse_acceptance(teacher, sinks, window):
-    """How likely the first drafted token after each position of the teacher's text is accepted, if the draft
-    sees so few tokens. As in `Teacher.acceptance`, each position has a slot of its own. (T,) float64"""
+    """How likely the first drafted token after each position of the teacher's text is accepted, if
+    the draft sees so few tokens. As in `Teacher.acceptance`, each position has a slot of its own.
+    (T,) float64"""
     T, m = teacher.p.shape[1], teacher.model
     at = torch.arange(T, device=teacher.p.device)
     own = torch.eye(T, dtype=torch.bool, device=at.device)
@@ -229,31 +241,32 @@ def long_texts(tokenizer, c, count):
 
 
 def sparse_drafts(model, texts, new):
-    """{window: what was found} in the second half of texts of the same length: alpha with sinks and without,
-    and at temperature 1, "overlap"; and tau, where greedy text goes on."""
+    """{window: what was found} in the second half of texts of the same length: alpha with sinks and
+    without, and at temperature 1, "overlap"; and tau, where greedy text goes on."""
     T, c, halves = len(texts[0]), model.c, [ids[: len(ids) // 2] for ids in texts]
     warm = [Teacher(model, ids, lambda x: to_probs(x, 1.0)) for ids in texts]
     cold, costs, found = [Teacher(model, ids) for ids in texts], weight_costs(c), {}
     for window in (w for w in (8, 16, 32, 64, 128) if w < T // 2):
         def alpha(teachers, sinks, window=window):
-            return float(torch.cat([sparse_acceptance(t, sinks, window)[T // 2 :] for t in teachers]).mean())
+            return float(
+                torch.cat([sparse_acceptance(t, sinks, window)[T // 2 :] for t in teachers]).mean())
 
         n, drafter = 3 * T // 4, sparse.SparseDraft(model, GAMMA, SINKS, window)
         unread = sparse.unread(costs, n, SINKS, window) / ((n + 1) * c.n_layers * costs.slot)
-        checked = worth(model, halves, drafter, min(new, T // 2 - 1), float)    # it reads all weights
+        checked = worth(model, halves, drafter, min(new, T // 2 - 1), float)  # it reads all weights
         found[str(window)] = {"alpha": alpha(cold, SINKS), "no_sinks": alpha(cold, 0),
                               "overlap": alpha(warm, SINKS), "unread": unread, **checked}
     return found
 
 
 def paper():
-    """[{tokens, what a pass reads, ...}] of a large model. It has the bytes in half precision, and what a
-    draft with the whole model's weights would gain at most if alpha were 0.8 or 0.9."""
+    """[{tokens, what a pass reads, ...}] of a large model. It has the bytes in half precision, and
+    what a draft with the whole model's weights would gain at most if alpha were 0.8 or 0.9."""
     costs, rows = weight_costs(LARGE), []
     for n in (1024 * 2**k for k in range(8)):
         cache, spared = n * LARGE.n_layers * costs.slot, sparse.unread(costs, n, SINKS, WINDOW)
-        rows.append({"tokens": n, "weights": 2 * costs.whole, "cache": 2 * cache, "unread": 2 * spared,
-                     "c": sparse.step_cost(costs, n, SINKS, WINDOW),
+        rows.append({"tokens": n, "weights": 2 * costs.whole, "cache": 2 * cache,
+                     "unread": 2 * spared, "c": sparse.step_cost(costs, n, SINKS, WINDOW),
                      "promise": {str(alpha): sparse.promise(costs, n, alpha, SINKS, WINDOW)
                                  for alpha in (0.8, 0.9)}})
     return rows
@@ -274,8 +287,8 @@ PAPER_COLUMNS = {"GB a pass reads": "{read:.1f}", "of them keys and values": "{c
 
 
 def m2r2_lines(found):
-    lines = ["**M2R2**: is an accelerated row better than an adapter with as many weights? Rows: those of a "
-             "drafted token in the blocks below the exit.", ""]
+    lines = ["**M2R2**: is an accelerated row better than an adapter with as many weights? Rows: "
+             "those of a drafted token in the blocks below the exit.", ""]
     for name, rows in found.items():
         lines += [f"{name}:", "", *figures(rows.items(), M2R2_COLUMNS, "draft")]
     return lines
@@ -285,20 +298,20 @@ def prophet_lines(found):
     change = [b - a for a, b in zip(found["1"], found["3"], strict=True)]
     error = statistics.stdev(change) / len(change) ** 0.5
     noise = statistics.mean(map(statistics.stdev, (found["1"], found["3"])))
-    return ["**ProphetNet**: does it help a model to foresee more than the next token? Its own loss, "
-            "in nats a token of held-out text, and what its streams are worth as drafts.", "",
+    return ["**ProphetNet**: does it help a model to foresee more than the next token? Its own "
+            "loss, in nats a token of held-out text, and what its streams are worth as drafts.", "",
             *table(["streams", *(f"seed {s}" for s in range(len(change)))],
                    [[n, *(f"{loss:.4f}" for loss in found[n])] for n in "13"]),
-            f"Three streams change it by {statistics.mean(change):+.4f} (standard error {error:.4f}), "
-            f"a seed by {noise:.4f}.", "",
+            f"Three streams change it by {statistics.mean(change):+.4f} (standard error "
+            f"{error:.4f}), a seed by {noise:.4f}.", "",
             *figures(found["drafts"].items(), LOOP, "streams learnt")]
 
 
 def burger_lines(found):
-    return [f"**HAMburger**, which imitates the model at temperature {COLD}: what is left of its speed "
-            "where its trust is checked? Alone it writes another text, and KL is what it is off, in nats "
-            "a token; checked, its text is exact. At confidence 2 each step says one token.", "",
-            *figures(found.items(), BURGER_COLUMNS, "confidence")]
+    return [f"**HAMburger**, which imitates the model at temperature {COLD}: what is left of its "
+            "speed where its trust is checked? Alone it writes another text, and KL is what it is "
+            "off, in nats a token; checked, its text is exact. At confidence 2 each step says one "
+            "token.", "", *figures(found.items(), BURGER_COLUMNS, "confidence")]
 
 
 def sparse_lines(found, on_paper):
@@ -306,8 +319,8 @@ def sparse_lines(found, on_paper):
     for r in on_paper:
         read = {"read": r["weights"] + r["cache"], "cached": r["cache"], "left": r["unread"]}
         rows.append((f"{r['tokens']:,}", r | {name: size / 1e9 for name, size in read.items()}))
-    return [f"**A sparse self-draft**: how much of the text must a draft see? {SINKS} sinks and a window, "
-            "in the second halves of texts of up to 256 tokens.", "",
+    return [f"**A sparse self-draft**: how much of the text must a draft see? {SINKS} sinks and a "
+            "window, in the second halves of texts of up to 256 tokens.", "",
             *figures(found.items(), SPARSE_COLUMNS, "window"),
             f"On paper, Llama 3.1 8B in a half type, {SINKS} sinks and a window of {WINDOW:,}:", "",
             *figures(rows, PAPER_COLUMNS, "tokens")]
@@ -327,7 +340,8 @@ def run(a):
              "sparse": partial(sparse_drafts, model, long_texts(tokenizer, model.c, 16), a.new),
              "paper": paper}
     data = {"m2r2": m2r2} | {name: part() for name, part in tqdm(parts.items(), disable=None)}
-    lines = [f"{a.model}, float32; {a.machine}; {SIZES.text:,} tokens of its own text, each head learnt from "
-             f"{SIZES.heads:,}; gamma {GAMMA}", "", *m2r2_lines(m2r2), *prophet_lines(data["prophet"]),
+    lines = [f"{a.model}, float32; {a.machine}; {SIZES.text:,} tokens of its own text, each head "
+             f"learnt from {SIZES.heads:,}; gamma {GAMMA}", "", *m2r2_lines(m2r2),
+             *prophet_lines(data["prophet"]),
              *burger_lines(data["hamburger"]), *sparse_lines(data["sparse"], data["paper"])]
     return page(lines), data

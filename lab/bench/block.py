@@ -34,18 +34,22 @@ def run(a):
     seeds, rows, data = range(1 if a.quick else SEEDS), [], []
     for temperature, gamma in product(TEMPERATURES, GAMMAS):
         spent, probs = {name: [] for name in JUDGES}, partial(to_probs, temperature=temperature)
-        for seed, ids, (name, judge) in product(seeds, prompts, JUDGES.items()):    # A B A B, text by text
+        # A B A B, text by text
+        for seed, ids, (name, judge) in product(seeds, prompts, JUDGES.items()):
             start = time.perf_counter()
-            (out,), passes = generate(model, [ids], a.new, make(gamma), probs, Coins(seed), model.c.eos,
-                                      verify=judge)
+            (out,), passes = generate(model, [ids], a.new, make(gamma), probs, Coins(seed),
+                                      model.c.eos, verify=judge)
             spent[name].append((len(out), passes, time.perf_counter() - start))
-        sums = {name: [sum(column) for column in zip(*runs, strict=True)] for name, runs in spent.items()}
+        sums = {name: [sum(column) for column in zip(*runs, strict=True)]
+                for name, runs in spent.items()}
         tau = {name: tokens / passes for name, (tokens, passes, _) in sums.items()}
         one, two = tau.values()
         slow, fast = (tokens / seconds for tokens, _, seconds in sums.values())
-        rows.append([f"{temperature}", str(gamma), f"{one:.2f}", f"{two:.2f}", f"{two / one - 1:+.1%}",
-                     f"{fast / slow:.2f}"])
+        rows.append([f"{temperature}", str(gamma), f"{one:.2f}", f"{two:.2f}",
+                     f"{two / one - 1:+.1%}", f"{fast / slow:.2f}"])
         data.append({"temperature": temperature, "gamma": gamma, "tau": tau, "speed": fast / slow})
-    lines = [f"{len(prompts)} prompts, {a.new} tokens, {len(seeds)} seeds; drafts: {what}. {a.machine}.", "",
-             *table(["temperature", "gamma", "tau, token by token", "tau, block", "gain", "speed"], rows)]
+    lines = [f"{len(prompts)} prompts, {a.new} tokens, {len(seeds)} seeds; drafts: {what}. "
+             f"{a.machine}.", "",
+             *table(["temperature", "gamma", "tau, token by token", "tau, block", "gain", "speed"],
+                    rows)]
     return page(lines), {"rows": data, "drafts": what}

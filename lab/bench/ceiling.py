@@ -1,10 +1,11 @@
 """How much could any draft gain on this model, and what do the drafts at hand promise?
 
 A greedy text can be foreseen, and a perfect draft would always be right. A sampled text cannot,
-because its tokens are drawn by chance, and no draft knows the outcome. The most that a draft of P tokens can
-bring is then the tree of the P most likely continuations, by the target's own p, because the number
-of accepted tokens is on average the sum of their probabilities (cf. Pankratov and Alistarh,
-arXiv 2512.11718). A node is always less likely than its parent, so the tree grows best first.
+because its tokens are drawn by chance, and no draft knows the outcome. The most that a draft of P
+tokens can bring is then the tree of the P most likely continuations, by the target's own p, because
+the number of accepted tokens is on average the sum of their probabilities (cf. Pankratov and
+Alistarh, arXiv 2512.11718). A node is always less likely than its parent, so the tree grows best
+first.
 
 Everything is scored in a few passes over texts that the model wrote itself. Nothing is drafted.
 """
@@ -71,7 +72,8 @@ def best_trees(spots, nodes, probs):
             break
         last = torch.tensor([len(path) - 1 for path in paths], device=device)
         width = max(map(len, paths))
-        tokens = torch.tensor([[*path, *[0] * (width - len(path))] for path in paths], device=device)
+        tokens = torch.tensor([[*path, *[0] * (width - len(path))] for path in paths],
+                              device=device)
         at = (first + torch.arange(width, device=device)).clamp_(max=slots - 1)     # (B, T)
         end = min(int(at.max()) + 1, slots)
         x = model.run(model.embed(tokens), Placement(at, at, int(first.min()), end), cache)

@@ -1,5 +1,5 @@
-"""Does this library compute your checkpoint right? Any folder that loads is compared with transformers.
-What drafting could gain on it stands in lab/bench/ceiling.py."""
+"""Does this library compute your checkpoint right? Any folder that loads is compared with
+transformers. What drafting could gain on it stands in lab/bench/ceiling.py."""
 import gc
 import itertools
 import math
@@ -24,11 +24,12 @@ from support.stats import parting
 
 RIGHT, WRONG, NONE = "right", "DIFFERS", "-"
 HALF = torch.bfloat16, torch.float16
-TOLERANCE = 5e-5            # of the largest logit; in float32 two right programs differ by 1e-6 to 1e-5
+TOLERANCE = 5e-5  # of the largest logit; in float32 two right programs differ by 1e-6 to 1e-5
 LENGTH = 128                # tokens of the text for logits
 NEW = 24                    # and of the greedy texts: a pass of the largest model takes seconds
 CHUNKS = 1, 2, 7, 1, 32     # how many tokens each pass into the cache takes, again and again
-TEXTS = ("Once upon a time", " two  spaces,\ttabs\n\nand lines \r\n", "def f(x):\n    return x**2 + 1e-5",
+TEXTS = ("Once upon a time", " two  spaces,\ttabs\n\nand lines \r\n",
+         "def f(x):\n    return x**2 + 1e-5",
          "naïve café, Größe 你好 русский عربي \U0001f44d\U0001f3fd e\u0301 \u00a0\u200bx\u2028y",
          "1234567890 3.14", "I'll, they've; DON'T", "...!?")
 USER, ANSWER, SYSTEM = ({"role": role, "content": text} for role, text in (
@@ -63,7 +64,8 @@ def theirs_in(folder, dtype, device):
     from transformers import AutoModelForCausalLM, GenerationConfig
     # trap: of their ways to compute attention only "eager" has Gemma-2's soft-caps everywhere
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-    model.generation_config = GenerationConfig(pad_token_id=0)  # no end of text, no penalties of the folder's
+    # no end of text, no penalties of the folder's
+    model.generation_config = GenerationConfig(pad_token_id=0)
     return model.to(device).eval()
 
 
@@ -71,7 +73,7 @@ def their_logits(model, p):
     """(T, V) float32, on the CPU."""
     device, model.config.sliding_window = model.device, p.window
     ids, at = torch.tensor([p.ids], device=device), p.positions[None].to(device)
-    # trap: without an attention mask they take a jump of the positions for the start of another text
+    # trap: without an attention mask they take a jump of the positions for another text's start
     out = model(ids, position_ids=at, attention_mask=torch.ones_like(ids), use_cache=False)
     return out.logits[0].float().cpu()
 
@@ -79,8 +81,8 @@ def their_logits(model, p):
 def shaken(p):
     """The same pass with each position moved to the next float32, up and down in turn.
 
-    transformers computes its angles in float32, which is no more exact than that. How far it moves the logits
-    depends on the context, on theta and on the depth, and so it is measured.
+    transformers computes its angles in float32, which is no more exact than that. How far it moves
+    the logits depends on the context, on theta and on the depth, and so it is measured.
     """
     at = p.positions.float()
     return p._replace(positions=torch.nextafter(at, math.inf * (-1.0) ** torch.arange(len(at))))
@@ -88,13 +90,14 @@ def shaken(p):
 
 @torch.inference_mode()
 def ask(folder, device, passes, prompts, new, stored):
-    """All that transformers is asked about the model: its context, logits and greedy texts, and the logits of
-    the first pass in the stored dtype, if that is a half one."""
+    """All that transformers is asked about the model: its context, logits and greedy texts, and the
+    logits of the first pass in the stored dtype, if that is a half one."""
     model = theirs_in(folder, torch.float32, device)
     said = {"max_len": model.config.max_position_embeddings,
             "greedy": [their_text(model, torch.tensor([ids], device=device), new)[0].tolist()
                        for ids in prompts]}
-    said["logits"] = [their_logits(model, p) for p in passes]  # last, because these change the window
+    # last, because these change the window
+    said["logits"] = [their_logits(model, p) for p in passes]
     said["tolerance"] = [TOLERANCE + 2 * apart(their_logits(model, shaken(p)), logits)
                          for p, logits in zip(passes, said["logits"], strict=True)]
     del model
@@ -109,14 +112,16 @@ def ask(folder, device, passes, prompts, new, stored):
 
 
 def check_tokenizer(folder, tokenizer):
-    """Ids, and the text that they make again; the prompts that messages become, as text and as ids."""
+    """Ids, and the text that they make again; the prompts that messages become, as
+    text and as ids."""
     from transformers import AutoTokenizer, logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with guarded(f"{folder}: transformers cannot read its tokenizer"):
         theirs, wrong = AutoTokenizer.from_pretrained(folder), []
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values()][:8]
-    texts = [*TEXTS, f"a {' b'.join(special)} c", *(read_prompts(name)[0]["text"][:500] for name in SETS)]
+    texts = [*TEXTS, f"a {' b'.join(special)} c",
+             *(read_prompts(name)[0]["text"][:500] for name in SETS)]
     for text in texts:
         ids = attempt(checkpoint.encode, tokenizer, text)
         want = attempt(lambda text: theirs(text).input_ids, text)
@@ -124,7 +129,8 @@ def check_tokenizer(folder, tokenizer):
         if want != ids or ids and attempt(back, ids) != attempt(tokenizer.decode, ids):
             wrong.append(repr(text[:20]))
     found = f"not equal: {', '.join(wrong)}" if wrong else "equal"
-    rows = [judge(f"tokenizer: ids of {len(texts)} texts, and back", found, "AutoTokenizer", not wrong)]
+    rows = [judge(f"tokenizer: ids of {len(texts)} texts, and back", found, "AutoTokenizer",
+                  not wrong)]
     return rows + check_chats(folder, tokenizer, theirs)
 
 
@@ -167,15 +173,15 @@ def check_chats(folder, tokenizer, theirs):
 
 
 def plan(c, ids):
-    """The passes that both compute: the text; with a smaller window where the text does not fill it; and
-    tokens spread over the whole context, for the angles that a long text will meet."""
+    """The passes that both compute: the text; with a smaller window where the text does not fill
+    it; and tokens spread over the whole context, for the angles that a long text will meet."""
     T, count, at = len(ids), min(len(ids), 48), torch.arange(len(ids))
     passes = [Pass(f"logits, {T} tokens at once", ids, c.window, at)]
     if c.window and 4 <= T <= c.window:
         passes.append(Pass(f"logits, window {T // 4} instead of {c.window}", ids, T // 4, at))
     at = torch.linspace(0, c.max_len - 1, count, dtype=torch.float64).long()
-    passes.append(Pass(f"logits, {count} tokens spread over positions 0 to {c.max_len - 1}", ids[:count],
-                       c.window and c.max_len, at))
+    passes.append(Pass(f"logits, {count} tokens spread over positions 0 to {c.max_len - 1}",
+                       ids[:count], c.window and c.max_len, at))
     return passes
 
 
@@ -208,7 +214,8 @@ def cached_logits(model, ids):
 
 def apart(got, want):
     """The largest difference, of the largest logit. NaN stays NaN, which is within no tolerance."""
-    worst = torch.stack([(g - w).abs().max() for g, w in zip(got.split(64), want.split(64), strict=True)])
+    worst = torch.stack([(g - w).abs().max()
+                         for g, w in zip(got.split(64), want.split(64), strict=True)])
     return float(worst.max() / want.abs().max())
 
 
@@ -223,14 +230,16 @@ def check_logits(model, passes, said):
 
 
 def check_rounding(half, theirs, want, stored):
-    """How far the stored dtype is from float32, root mean square. A half dtype rounds in both libraries."""
+    """How far the stored dtype is from float32, root mean square. A half dtype
+    rounds in both libraries."""
     ours, theirs = (float((x - want).norm() / want.norm()) for x in (half, theirs))
     return judge(f"error of {str(stored)[6:]} against float32, root mean square", f"{ours:.1e}",
                  f"{theirs:.1e}", ours <= 1.5 * theirs)
 
 
 def check_texts(model, prompts, new, said):
-    """Greedy texts in float32, both prompts in one ragged batch. Where two logits tie, texts may part."""
+    """Greedy texts in float32, both prompts in one ragged batch. Where two logits
+    tie, texts may part."""
     L, rows = model.c.n_layers, []
     exit_layer = (L + 2) // 3
     drafters = {"plain": None, f"exit {exit_layer}": SelfDraft(model, early_exit(L, exit_layer), 3)}
@@ -238,28 +247,31 @@ def check_texts(model, prompts, new, said):
         texts, _ = generate(model, prompts, new, drafter)
         parts = [parting(model, *row) for row in zip(prompts, texts, said["greedy"], strict=True)
                  if row[1] != row[2]]
-        ours = "; ".join(f"parts at token {p['position']}, logits {p['gap']:.0e} apart" for p in parts)
+        ours = "; ".join(f"parts at token {p['position']}, logits {p['gap']:.0e} apart"
+                         for p in parts)
         rows.append(judge(f"greedy text, {name}: {len(prompts)} x {new} tokens", ours or "equal",
                           "its text", all(p["near_tie"] for p in parts)))
     return rows
 
 
 def texts(tokenizer, c):
-    """(ids of the text for logits, two prompts). Raises ValueError for a tokenizer that makes no such ids."""
+    """(ids of the text for logits, two prompts). Raises ValueError for a tokenizer
+    that makes no such ids."""
     text = " ".join(read_prompts(name)[0]["text"] for name in SETS)
     ids = checkpoint.encode(tokenizer, text, c.bos)[: min(c.max_len, LENGTH)]
     prompts = [prompt_ids(name, tokenizer, c)[0][: c.max_len // 2] for name in ("stories", "code")]
     used = [i for part in (ids, *prompts) for i in part]
     if not all((ids, *prompts)) or max(used) >= c.vocab_size:
-        raise ValueError(f"the tokenizer makes ids up to {max(used, default=None)}, but config.json has a "
-                         f"vocabulary of {c.vocab_size}")
+        raise ValueError(f"the tokenizer makes ids up to {max(used, default=None)}, but "
+                         f"config.json has a vocabulary of {c.vocab_size}")
     return ids, prompts
 
 
 def run(a):
     """One model is in memory at a time, first ours as stored, then theirs, then ours in float32."""
     folder = Path(a.model)
-    model, tokenizer = checkpoint.load(folder, a.device)  # refuses in one line what it would compute wrongly
+    # refuses in one line what it would compute wrongly
+    model, tokenizer = checkpoint.load(folder, a.device)
     c, stored = model.c, model.tok.dtype
     ids, prompts = texts(tokenizer, c)
     new = min(a.new, NEW, c.max_len - max(map(len, prompts)))
@@ -284,7 +296,8 @@ def run(a):
     wrong = [r.check for r in rows if r.verdict == WRONG]
     verdict = (f"{len(wrong)} of {len(rows)} differ: {'; '.join(wrong)}" if wrong else
                "All checks are right: this is the model that transformers computes")
-    lines = [f"{a.model} beside transformers; {a.machine}; differences of the largest logit, in float32", "",
+    lines = [f"{a.model} beside transformers; {a.machine}; differences of the largest logit, in "
+             "float32", "",
              *table(Row._fields, [[cell.replace("|", "\\|") for cell in r] for r in rows]),
              verdict, "", *helps]
     data = {"checks": [r._asdict() for r in rows], "verdict": verdict, "status": int(bool(wrong)),

@@ -1,5 +1,5 @@
-"""The tensor operations of a round outside the sub-layers, and its waits for the device. Both are counted,
-not timed, and a GPU's on paper (see tests/paper_gpu.py), so that none is needed.
+"""The tensor operations of a round outside the sub-layers, and its waits for the device. Both are
+counted, not timed, and a GPU's on paper (see tests/paper_gpu.py), so that none is needed.
 """
 from control import Confidence
 from drafter import ModelDraft, NGram
@@ -11,7 +11,8 @@ from model import Config
 from speculative import rounds
 from tests.paper_gpu import PaperGPU
 
-SHAPE = Config(vocab_size=64, dim=32, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=16, hidden_dim=32)
+SHAPE = Config(vocab_size=64, dim=32, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=16,
+               hidden_dim=32)
 EXIT, SKIP = range(2), [0, 1, 4]
 DRAFTERS = {  # (target, small model, how many tokens to draft) -> drafter
     "plain": lambda m, small, gamma: None,
@@ -25,7 +26,8 @@ DRAFTERS = {  # (target, small model, how many tokens to draft) -> drafter
 
 
 def target(device):
-    """A model whose blocks after the first add nothing, so that all drafts are right and no rule objects."""
+    """A model whose blocks after the first add nothing, so that all drafts are right
+    and no rule objects."""
     model = random_model(SHAPE)
     for b in model.blocks[1:]:
         b.attn.wo.zero_()
@@ -61,12 +63,14 @@ def count(gpu, device, make, gamma):
 
 
 def counts():
-    """{drafter: what a round with 2 drafted tokens takes, and what each further drafted token takes}."""
+    """{drafter: what a round with 2 drafted tokens takes, and what each
+    further drafted token takes}."""
     found = {}
     with PaperGPU() as gpu:
         for name, make in DRAFTERS.items():
             cpu, longer_cpu = (count(gpu, "cpu", make, gamma)[0] for gamma in (2, 3))
-            (cuda, waits), (longer_cuda, longer_waits) = (count(gpu, "cuda", make, gamma) for gamma in (2, 3))
+            (cuda, waits), (longer_cuda, longer_waits) = (count(gpu, "cuda", make, gamma)
+                                                          for gamma in (2, 3))
             found[name] = {"round": {"cpu": cpu, "cuda": cuda, "waits": waits},
                            "token": {"cpu": longer_cpu - cpu, "cuda": longer_cuda - cuda,
                                      "waits": longer_waits - waits}}
@@ -75,7 +79,8 @@ def counts():
 
 def run(a):
     found = counts()
-    head = ["outside the sub-layers", "a round of 2 drafts: operations, CPU", "operations, GPU", "waits",
-            "one draft more: operations, CPU", "operations, GPU", "waits"]
-    rows = [[name, *(str(n) for part in row.values() for n in part.values())] for name, row in found.items()]
+    head = ["outside the sub-layers", "a round of 2 drafts: operations, CPU", "operations, GPU",
+            "waits", "one draft more: operations, CPU", "operations, GPU", "waits"]
+    rows = [[name, *(str(n) for part in row.values() for n in part.values())]
+            for name, row in found.items()]
     return page(table(head, rows)), {"counts": found}

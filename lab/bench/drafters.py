@@ -30,7 +30,8 @@ from verification import verify
 
 GAMMAS = 1, 2, 3, 4, 6
 SHORT = 8       # tokens that a method writes to warm up
-READS = "spread", "after", "rise", "join"   # the first of these methods that a head has reads its matrices
+# the first of these methods that a head has reads its matrices
+READS = "spread", "after", "rise", "join"
 COLUMNS = {"tokens/s": "{tokens_per_second:.0f}", "ratio to plain": "{ratio:.2f}",
            "predicted": "{predicted:.2f}", "by weights": "{by_weights:.2f}", "tau": "{tau:.2f}",
            "alpha": "{alpha:.2f}", "c": "{c:.3f}", "block": "{block:.2f}"}
@@ -43,7 +44,8 @@ class Sample:
     decode: float
     rounds: list = field(default_factory=list)      # (accepted, proposed)
     drafting: float = 0.0   # of these seconds
-    read: float = 0.0       # weights, in passes of the target over one token; over a block they count once
+    # weights, in passes of the target over one token; over a block they count once
+    read: float = 0.0
 
     @property
     def proposed(self):
@@ -52,8 +54,9 @@ class Sample:
 
 @dataclass
 class Method:
-    """A way to decode. start() gives make(model, small), which gives a fresh drafter for each prompt. What a
-    rule learns lasts from one start to the next. A method with ask(ids) has transformers write instead."""
+    """A way to decode. start() gives make(model, small), which gives a fresh drafter for each
+    prompt. What a rule learns lasts from one start to the next. A method with ask(ids) has
+    transformers write instead."""
     start: Callable = lambda: lambda model, small: Drafter()
     ask: Callable | None = None
     sublayers: list | None = None                  # of a self-draft
@@ -64,20 +67,24 @@ class Method:
 
 
 class Bench:
-    """Some prompts and one way of sampling, with models[dtype] = (target, small model or None), first the
-    timed ones, last those in float64, which are left out if a row of logits has the same bits in every block.
-    heads: those that draft for the timed target. warm: whether each method first writes a short text."""
+    """Some prompts and one way of sampling, with models[dtype] = (target, small model or None),
+    first the timed ones, last those in float64, which are left out if a row of logits has the same
+    bits in every block. heads: those that draft for the timed target. warm: whether each method
+    first writes a short text."""
 
     def __init__(self, models, prompts, flags, new, repeats, heads=(), judge=verify, warm=True):
-        self.models, self.prompts, self.heads, self.judge = [*models.values()], prompts, heads, judge
+        self.models = [*models.values()]
+        self.prompts = prompts
+        self.heads = heads
+        self.judge = judge
         self.model, self.small = self.models[0]
         self.greedy, self.probs = not flags, partial(to_probs, **flags)
         self.new, self.repeats, self.costs = new, repeats, weight_costs(self.model.c)
         self.warm = warm
 
     def steps(self, i, drafter, model, new=None):
-        return rounds(model, [self.prompts[i]], new or self.new, drafter, self.probs, Coins(i), model.c.eos,
-                      verify=self.judge)
+        return rounds(model, [self.prompts[i]], new or self.new, drafter, self.probs, Coins(i),
+                      model.c.eos, verify=self.judge)
 
     def write(self, make, i, new=None):
         """Prompt i, timed and metered. `new` tells how many tokens, if not as many as usual."""
@@ -92,8 +99,8 @@ class Bench:
         return s
 
     def check_texts(self, methods, prompts):
-        """Raises RuntimeError where a greedy text of ours, in float64, is not that of plain decoding. That is
-        a bug, and its speed would mean nothing."""
+        """Raises RuntimeError where a greedy text of ours, in float64, is not that of plain
+        decoding. That is a bug, and its speed would mean nothing."""
         makers = {name: m.start() for name, m in methods.items() if not m.ask}
         model, small = self.models[-1]
         for i in prompts:
@@ -102,7 +109,8 @@ class Bench:
                 steps = self.steps(i, make(model, small), model)
                 texts[name] = [token for _, r in steps for token in r.new[0]]
                 if texts[name] != texts["plain"]:       # which comes first
-                    raise RuntimeError(f"{name} differs from plain decoding in float64 on prompt {i}")
+                    raise RuntimeError(f"{name} differs from plain decoding in float64 on prompt "
+                                       f"{i}")
 
     def run(self, methods, title):
         """All methods on each prompt, one after another, again and again, after a warm-up."""
@@ -119,12 +127,14 @@ class Bench:
                     m.samples.setdefault(i, []).append(sample)
 
     def table(self, methods, texts, title, checked=None):
-        """{method: row}, with "parted": where greedy texts part from plain decoding in the timed dtype.
-        texts: see `pilot`; checked: prompts whose texts are compared in float64, by default all."""
+        """{method: row}, with "parted": where greedy texts part from plain decoding in the timed
+        dtype. texts: see `pilot`; checked: prompts whose texts are compared in
+        float64, by default all."""
         prompts = checked or range(len(self.prompts))
         if self.greedy and len(self.models) > 1:
             self.check_texts(methods, prompts)
-        ours = [m for m in methods.values() if not m.ask]       # what a GPU has not recorded by then is eager
+        # what a GPU has not recorded by then is eager
+        ours = [m for m in methods.values() if not m.ask]
         self.model.rehearse(lambda: [
             self.write(make, i) for make in [m.start() for m in ours] for i in prompts])
         self.run(methods, title)
@@ -132,8 +142,8 @@ class Bench:
         parted = {name: self.parted(m, plain) for name, m in methods.items()}
         for name, m in methods.items():
             if parted[name] and not m.ask and len(self.models) == 1:
-                raise RuntimeError(f"{name} differs from plain decoding, though a row of logits has the same "
-                                   f"bits in every block: {parted[name]}")
+                raise RuntimeError(f"{name} differs from plain decoding, though a row of logits "
+                                   f"has the same bits in every block: {parted[name]}")
         return {name: row(m, plain, texts) | m.facts | {"parted": parted[name]}
                 for name, m in methods.items()}
 
@@ -157,8 +167,8 @@ class Writing(Timed):
 
 @contextmanager
 def metered(models, heads=()):
-    """Within it the list that it yields gets the weights that each call reads, as `weight_costs` counts
-    them; with the matrices of trained heads."""
+    """Within it the list that it yields gets the weights that each call reads, as `weight_costs`
+    counts them; with the matrices of trained heads."""
     spent, patched = [], []
 
     def watch(thing, name, weights):
@@ -173,14 +183,16 @@ def metered(models, heads=()):
 
     for model in (*models, *(head.own for head in heads if head.own)):
         costs, V, every = weight_costs(model.c), model.c.vocab_size, range(2 * model.c.n_layers)
-        watch(model, "run", lambda x, at, cache=None, sublayers=None, *_, costs=costs, every=every, **__: sum(
+        watch(model, "run",
+              lambda x, at, cache=None, sublayers=None, *_, costs=costs, every=every, **__: sum(
             costs.sublayers[i] for i in (every if sublayers is None else sublayers)))
         watch(model, "unembed", lambda x, only=None, costs=costs, V=V: (
             costs.head if only is None else costs.head * len(only) / V))
     for head in heads:  # the output heads of a Medusa are counted where the model is told of them
         name = next((name for name in READS if name in vars(type(head))), None)
         if name:
-            one = next(head.weights.parameters())[0].numel()    # of an Eagle this is a row of its matrix
+            # of an Eagle this is a row of its matrix
+            one = next(head.weights.parameters())[0].numel()
             own = {"spread": one * getattr(head, "steps", 1), "after": one, "rise": head.count(),
                    "join": one * head.model.c.dim}[name]
             watch(head, name, lambda *_, own=own: own)
@@ -201,8 +213,9 @@ def fixed(name, sublayers, gamma, vocab=None):
 
 
 def ruled(sublayers, new_rule, tail=False, vocab=None):
-    """The Method of a self-draft under a rule, which is made once for each run through the prompts; with
-    `tail`, an n-gram goes on where the draft ends; with `vocab`, the draft has only these tokens."""
+    """The Method of a self-draft under a rule, which is made once for each run through the prompts;
+    with `tail`, an n-gram goes on where the draft ends; with `vocab`, the draft
+    has only these tokens."""
 
     def start():
         rule, short = new_rule(), cache(lambda model: ShortHead(model, vocab) if vocab else model)
@@ -217,8 +230,9 @@ def ruled(sublayers, new_rule, tail=False, vocab=None):
 
 
 def own_methods(L, exits, skip, cost, vocab=None):
-    """{name: Method} of what this library offers. exits: [(exit layer, its best gamma)], the best one first;
-    cost: {exit layer or "bad": of a drafted token}; vocab: the ids of a draft vocabulary."""
+    """{name: Method} of what this library offers. exits: [(exit layer, its best gamma)], the best
+    one first; cost: {exit layer or "bad": of a drafted token}; vocab: the ids
+    of a draft vocabulary."""
     (e, g), bad = exits[0], without(L, range(L), ())
     best, methods = early_exit(L, e), {"plain": Method(gamma=0)}
     no_harm = partial(DoNoHarm, cost[e])
@@ -240,7 +254,8 @@ def own_methods(L, exits, skip, cost, vocab=None):
     if vocab:
         for gamma in sorted({g, g + 1}):
             methods |= fixed(f"exit {e}, draft vocabulary", best, gamma, vocab)
-        methods["do no harm, n-gram tail, draft vocabulary"] = ruled(best, no_harm, tail=True, vocab=vocab)
+        methods["do no harm, n-gram tail, draft vocabulary"] = ruled(best, no_harm, tail=True,
+                                                                     vocab=vocab)
     return methods
 
 
@@ -268,7 +283,8 @@ def their_methods(a, bench, exit_layer, helper=None):
 
     @cache
     def opened(folder):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, a.dtype)).to(a.device)
+        return AutoModelForCausalLM.from_pretrained(folder,
+                                                    dtype=getattr(torch, a.dtype)).to(a.device)
 
     def ask(flags, ids):
         model = opened(a.model)
@@ -277,7 +293,8 @@ def their_methods(a, bench, exit_layer, helper=None):
         tokens = torch.tensor([ids], device=a.device)
         start = time.perf_counter()
         with torch.no_grad():
-            model(tokens, use_cache=True, logits_to_keep=1).logits.argmax().item()  # waits for a GPU
+            # waits for a GPU
+            model(tokens, use_cache=True, logits_to_keep=1).logits.argmax().item()
         prefill, start = time.perf_counter() - start, time.perf_counter()
         torch.manual_seed(0)
         text = their_text(model, tokens, a.new, **flags)[0].tolist()
@@ -288,14 +305,16 @@ def their_methods(a, bench, exit_layer, helper=None):
              "assistant_early_exit": {"assistant_early_exit": exit_layer}}
     if helper:
         flags["assistant_model"] = {"assistant_model": helper}
-    return {f"transformers, {name}": Method(ask=partial(ask, sampling | f)) for name, f in flags.items()}
+    return {f"transformers, {name}": Method(ask=partial(ask, sampling | f))
+            for name, f in flags.items()}
 
 
 def pilot(bench, L):
-    """Before the methods are chosen: (texts to score drafts on, what plain decoding writes, as [(Teacher,
-    unscored)]; {exit or "bad": the cost of a drafted token}; [(exit, the gamma that promises most)], the best
-    exit first)."""
-    drafts = {e: early_exit(L, e) for e in range(1, max(1, L // 3) + 1)} | {"bad": without(L, range(L), ())}
+    """Before the methods are chosen: (texts to score drafts on, what plain decoding writes, as
+    [(Teacher, unscored)]; {exit or "bad": the cost of a drafted token}; [(exit, the gamma that
+    promises most)], the best exit first)."""
+    drafts = {e: early_exit(L, e) for e in range(1, max(1, L // 3) + 1)}
+    drafts["bad"] = without(L, range(L), ())
     texts = []
     for i, ids in enumerate(bench.prompts):
         written = bench.write(lambda model, small: Drafter(), i).ids
@@ -317,8 +336,9 @@ def rate(runs):
 
 
 def row(m, plain, texts):
-    """What is reported of a method, as a dict. The ratio, and what is predicted, is a geometric mean over the
-    prompts, so that the quotient of two rows is a paired ratio, too; c and block are of all prompts."""
+    """What is reported of a method, as a dict. The ratio, and what is predicted, is a geometric
+    mean over the prompts, so that the quotient of two rows is a paired ratio, too; c and block are
+    of all prompts."""
     samples = [s for runs in m.samples.values() for s in runs]
     paired = [rate(runs) / rate(plain.samples[i]) for i, runs in m.samples.items()]
     r = {"tokens_per_second": rate(samples),
@@ -327,7 +347,8 @@ def row(m, plain, texts):
 
 
 def taken(samples, plain):
-    """(what a drafted token takes, what a round takes beside its drafts), relative to a plain round."""
+    """(what a drafted token takes, what a round takes beside its drafts), relative
+    to a plain round."""
     one = sum(s.decode for s in plain) / sum(len(s.rounds) for s in plain)
     drafts, proposed = sum(s.drafting for s in samples), sum(s.proposed for s in samples)
     rest = sum(s.decode for s in samples) - drafts
@@ -341,17 +362,21 @@ def drafting(m, samples, plain, texts):
     r = {"tau": tokens / len(rounds), "by_weights": tokens / sum(s.read for s in samples)}
     drafted = [accepted for accepted, proposed in rounds if proposed]
     if drafted:
-        r["first"] = sum(map(bool, drafted)) / len(drafted)     # how often the first token was accepted
-        tested = [sum(min(n, k + 1) > i for k, n in rounds) for i in range(max(n for _, n in rounds))]
+        # how often the first token was accepted
+        r["first"] = sum(map(bool, drafted)) / len(drafted)
+        tested = [sum(min(n, k + 1) > i for k, n in rounds)
+                  for i in range(max(n for _, n in rounds))]
         kept = [sum(k > i for k, _ in rounds) for i in range(len(tested))]
-        r["tested"] = sum(kept) / sum(tested)       # alpha of the tokens that were tested; and by their place
+        # alpha of the tokens that were tested; and by their place
+        r["tested"] = sum(kept) / sum(tested)
         r["places"] = " / ".join(f"{k / n:.2f}" for k, n in zip(kept, tested, strict=True) if n)
         r["c"], r["block"] = taken(samples, sum(plain.samples.values(), []))
     if m.sublayers and texts:
         series = [t.acceptance(m.sublayers, m.vocab and ShortHead(t.model, m.vocab))[unscored:]
                   for t, unscored in texts]
         r["alpha"] = float(torch.cat(series).mean())
-        promised = [expected_tokens_along([a], m.gamma) / round_cost(m.gamma, *taken(runs, plain.samples[i]))
+        promised = [expected_tokens_along([a], m.gamma)
+                    / round_cost(m.gamma, *taken(runs, plain.samples[i]))
                     for a, (i, runs) in zip(series, m.samples.items(), strict=True)
                     if m.gamma and len(a) >= m.gamma and runs[0].proposed]
         if promised:  # else nothing is predicted, but what was measured is not lost
@@ -360,11 +385,12 @@ def drafting(m, samples, plain, texts):
 
 
 def header(a, repeats, checked="in float64"):
-    """The lines above a table. `checked` tells how our greedy texts were compared with plain
-    decoding's."""
-    return [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new "
-            f"tokens after each prompt, {repeats} interleaved runs: medians, of ratios the geometric mean "
-            f"over the prompts; every greedy text of ours is that of plain decoding {checked}", ""]
+    """The lines above a table. `checked` tells how our greedy texts were
+    compared with plain decoding's."""
+    return [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} "
+            f"new tokens after each prompt, {repeats} interleaved runs: medians, of ratios the "
+            "geometric mean over the prompts; every greedy text of ours is that of plain decoding "
+            f"{checked}", ""]
 
 
 def markdown(a, repeats, results):
@@ -372,7 +398,8 @@ def markdown(a, repeats, results):
     found = [(title, name, n) for title, rows in results.items() for name, r in rows.items()
              for n in r["parted"]]
     for title, name, n in found:
-        why = f"{a.dtype} rounds a block otherwise" if n["near_tie"] else "WHICH ROUNDING DOES NOT EXPLAIN"
+        why = (f"{a.dtype} rounds a block otherwise" if n["near_tie"]
+               else "WHICH ROUNDING DOES NOT EXPLAIN")
         lines.append(f"- {title}, prompt {n['prompt']}, {name}: other than plain decoding from new "
                      f"token {n['position']} on, where the logits lie {n['gap']:.3g} apart, {why}")
     return page(lines)

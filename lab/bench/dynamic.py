@@ -1,5 +1,5 @@
-"""Drafts that adapt, beside fixed ones, on a stream of prompts whose kind changes. The regret of a rule is
-what it loses to the best fixed draft of each prompt."""
+"""Drafts that adapt, beside fixed ones, on a stream of prompts whose kind changes. The regret of a
+rule is what it loses to the best fixed draft of each prompt."""
 import statistics
 from functools import cache, partial
 from itertools import product
@@ -25,7 +25,8 @@ GAMMAS = 1, 2, 4
 
 
 def stream(tokenizer, c, each):
-    """The prompts, and the kind of each. `each` of every kind come first, then `each` of every kind again, ..."""
+    """The prompts, and the kind of each. `each` of every kind come first, then `each`
+    of every kind again, ..."""
     sets = {name: prompt_ids(name, tokenizer, c) for name in SETS}
     some = [(name, ids) for first in range(0, 2 * TURN, TURN)
             for name in SETS for ids in sets[name][first : first + each]]
@@ -54,15 +55,18 @@ def fixed_drafts(L, exits, skip, vocab, trained):
     methods |= fixed(f"exit {e}, draft vocabulary", subs, 2, vocab) if vocab else {}
     for i, head in enumerate(next(iter(trained.values()))):
         gamma = min(3, head.price.longest)
-        methods[f"{head.kind}, gamma {gamma}"] = Method(lambda i=i, gamma=gamma: lambda model, small: (
-            trained[model.tok.dtype][i].drafter(gamma)))
+        methods[f"{head.kind}, gamma {gamma}"] = Method(
+            lambda i=i, gamma=gamma: lambda model, small: (
+                trained[model.tok.dtype][i].drafter(gamma)))
     return methods
 
 
 def rules(L, e, cost):
-    """{name: a function that makes the rule} of what others and we have published to go with one exit."""
+    """{name: a function that makes the rule} of what others and we have published to
+    go with one exit."""
     return {"FS, +1 / -1": lambda: Schedule(6), "heuristic, +2 / -1": lambda: Schedule(5, up=2),
-            "Draft & Verify, adaptive": AdaptiveExit, "Kangaroo's confidence": lambda: Confidence(0.6),
+            "Draft & Verify, adaptive": AdaptiveExit,
+            "Kangaroo's confidence": lambda: Confidence(0.6),
             "SVIP, entropy": Entropy, "EESD, Thompson": Thompson,
             "SpecBound, annealed": lambda: AnnealedConfidence(depth=e / L),
             "do no harm": lambda: DoNoHarm(cost)}
@@ -75,14 +79,17 @@ def all_methods(c, skip, vocab, trained, costs):
     methods = fixed_drafts(L, exits, skip, vocab, trained)
     names, e = list(methods), exits[len(exits) // 2]
     subs = early_exit(L, e)
-    methods |= {f"exit {e}, {name}": ruled(subs, rule) for name, rule in rules(L, e, step(subs)).items()}
+    methods |= {f"exit {e}, {name}": ruled(subs, rule)
+                for name, rule in rules(L, e, step(subs)).items()}
     for e in exits[:2]:
         subs = early_exit(L, e)
-        methods[f"exit {e}, do no harm, n-gram tail"] = ruled(subs, partial(DoNoHarm, step(subs)), tail=True)
+        methods[f"exit {e}, do no harm, n-gram tail"] = ruled(subs, partial(DoNoHarm, step(subs)),
+                                                              tail=True)
     makers = {"SWIFT": SWIFT, "CLaSp": CLaSp, "DEL": DEL,
               "KnapSpec": lambda m: KnapSpec(m, costs=costs),
               "DEL, few exits": lambda m: DEL(m, exits=exits, every=4),
-              "Pace": lambda m: Pace(m, candidates(m, costs, skip, vocab, trained[m.tok.dtype]), costs)}
+              "Pace": lambda m: Pace(m, candidates(m, costs, skip, vocab, trained[m.tok.dtype]),
+                                     costs)}
     methods |= {name: living(make) for name, make in makers.items()}
     return {"plain": Method(gamma=0)} | methods, names
 
@@ -91,23 +98,24 @@ def all_methods(c, skip, vocab, trained, costs):
 
 
 def along(values, best, kinds):
-    """What a stream tells of one ratio to plain decoding for each prompt: the mean, that of each kind, and
-    the regret against the best fixed draft, or none, of each prompt."""
+    """What a stream tells of one ratio to plain decoding for each prompt: the mean, that of each
+    kind, and the regret against the best fixed draft, or none, of each prompt."""
     pairs = list(zip(values, kinds, strict=True))
     return {"ratio": statistics.geometric_mean(values), "ratios": values,
             "sets": {kind: statistics.geometric_mean(x for x, k in pairs if k == kind)
                      for kind in dict.fromkeys(kinds)},
-            "regret": statistics.geometric_mean(b / x for b, x in zip(best, values, strict=True)) - 1}
+            "regret": statistics.geometric_mean(
+                b / x for b, x in zip(best, values, strict=True)) - 1}
 
 
 def column(bench, methods, names, kinds, title):
-    """One table, see `Bench.table`, with what only a stream tells, by the clock and by the weights that were
-    read. names: of the fixed drafts."""
+    """One table, see `Bench.table`, with what only a stream tells, by the clock and by the weights
+    that were read. names: of the fixed drafts."""
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     rows = bench.table(methods, [], title, first)
     for name, m in methods.items():
-        rows[name]["read"] = [sum(len(s.ids) for s in m.samples[i]) / sum(s.read for s in m.samples[i])
-                              for i in range(len(kinds))]
+        rows[name]["read"] = [sum(len(s.ids) for s in m.samples[i])
+                              / sum(s.read for s in m.samples[i]) for i in range(len(kinds))]
     for key, source in (("clock", "ratios"), ("weights", "read")):
         best = [max([1.0, *(rows[name][source][i] for name in names if name in rows)])
                 for i in range(len(kinds))]
@@ -134,7 +142,8 @@ def run(a):
         methods, names = all_methods(model.c, skip, vocab, trained, costs)
         check_only(a.only, methods)
         results[title] = column(bench, chosen(methods, a.only), names, kinds, title)
-    lines = header(a, repeats, "in float64 on the first prompt of each kind; regret against the best fixed "
-                   "draft, or none, of each prompt; the last columns are ratios by the clock")
+    lines = header(a, repeats, "in float64 on the first prompt of each kind; regret against the "
+                   "best fixed draft, or none, of each prompt; the last columns are ratios by the "
+                   "clock")
     data = {"results": results, "kinds": kinds, "cost_table": vars(costs)}
     return page(lines + tables(results, COLUMNS)), data

@@ -42,8 +42,8 @@ def usual_coins(seeds):
 
 
 def write(model, coins, probs, prompts, seeds, new, slots, drafter=None):
-    """([(ids, their rows of logits)] of each prompt, seconds since the prompts were read), in a cache of so
-    many slots. `coins` is Race, or `usual_coins`."""
+    """([(ids, their rows of logits)] of each prompt, seconds since the prompts were read), in a
+    cache of so many slots. `coins` is Race, or `usual_coins`."""
     cache = KVCache(model.c, len(prompts), slots, model.attention_dtype(), model.tok.device)
     found = [([], []) for _ in prompts]
     watch = Stopwatch(drafter)
@@ -80,7 +80,8 @@ def changes(prompts, new, L):
              "drafted by an exit": partial(plain, draft=lambda model: SelfDraft(model, exit_, 3)),
              "drafted by lookup": partial(plain, draft=lambda model: Suffix(5))}
     for T in BLOCKS:
-        found[f"in blocks of {T}"] = partial(plain, draft=lambda model, T=T: SelfDraft(model, exit_, T - 1))
+        found[f"in blocks of {T}"] = partial(
+            plain, draft=lambda model, T=T: SelfDraft(model, exit_, T - 1))
     found["in a batch of four"] = partial(write, **texts, slots=slots, seeds=[*range(len(prompts))])
     found["on one thread"] = partial(on_one_thread, plain)
     for n in MORE:
@@ -139,16 +140,16 @@ def run_prompts(a):
         for (draft, name), count in found.items():
             cells.setdefault(draft, []).append(f"{count} of {len(prompts)}")
             counts[f"{draft}, {name}, {mode}"] = count
-    words = (f"{a.model}, {a.dtype}; {a.machine}; in {'fast' if a.fast else 'eager'} passes: how many of "
-             f"{len(prompts)} drafted texts of {a.new} tokens equal plain decoding's")
+    words = (f"{a.model}, {a.dtype}; {a.machine}; in {'fast' if a.fast else 'eager'} passes: how "
+             f"many of {len(prompts)} drafted texts of {a.new} tokens equal plain decoding's")
     titles = [f"{name}, {mode}" for mode in modes for name in PROBS]
     rows = [[draft, *row] for draft, row in cells.items()]
     return page([words, "", *table(["draft", *titles], rows)]), {"counts": counts}
 
 
 def over_usual(way, exact, usual, probs, repeats):
-    """The time that a way takes with --exact, relative to without, as medians of runs in turn after a
-    warm-up. Greedily nothing depends on the race, and generate.py leaves it out."""
+    """The time that a way takes with --exact, relative to without, as medians of runs in turn after
+    a warm-up. Greedily nothing depends on the race, and generate.py leaves it out."""
     coins = usual_coins if probs is to_probs else Race
     seconds = []
     for _ in range(repeats + 1):
@@ -190,9 +191,10 @@ def run(a):
         compare(what, ways["drafted by lookup"](usual, Race, probs)[0])
         lines[what].append("")
     titles = [f"{name}: {what}" for name in PROBS for what in ("texts", "rows of logits", "time")]
-    words = (f"{a.model}, {a.dtype}; {a.machine}; texts of {a.new} tokens with --exact: how many are the "
-             "same to the bit as with nothing changed, and their time over the same without --exact, in "
-             f"{'fast' if a.fast else 'eager'} passes, after the prompt was read")
+    words = (f"{a.model}, {a.dtype}; {a.machine}; texts of {a.new} tokens with --exact: how many "
+             "are the same to the bit as with nothing changed, and their time over the same "
+             f"without --exact, in {'fast' if a.fast else 'eager'} passes, after the prompt was "
+             "read")
     rows = [[what, *cells] for what, cells in lines.items()]
     text = page([words, "", *table(["changed", *titles], rows)])
     return text, {"counts": counts, "cost": cost}

@@ -20,8 +20,8 @@ LEVELS = 8      # no chain or tree here is deeper
 
 
 def shapes(head, cost):
-    """{name: parents} of the chain and of the tree that promise most, where a level costs what its weights
-    say, and further nodes nothing."""
+    """{name: parents} of the chain and of the tree that promise most, where a level costs what its
+    weights say, and further nodes nothing."""
     K, ranks = min(LEVELS, head.price.longest), head.ranks or [0.5]
     gamma = max(range(1, K + 1), key=lambda g: tree_tokens(range(g), ranks) / (1 + g * cost))
     return {f"gamma {gamma}": list(range(gamma)),
@@ -29,8 +29,9 @@ def shapes(head, cost):
 
 
 def head_methods(name, loaded):
-    """{name: Method} of one head: a chain, a tree, and the rule that drafts as far as it pays, alone
-    and with an n-gram tail, as the exits have it that need no training. loaded: {dtype: head}."""
+    """{name: Method} of one head: a chain, a tree, and the rule that drafts as far as it pays,
+    alone and with an n-gram tail, as the exits have it that need no
+    training. loaded: {dtype: head}."""
     head, methods = next(iter(loaded.values())), {}
     cost = heads.pricing(head)(0)
     for shape, parents in shapes(head, cost).items():
@@ -72,8 +73,11 @@ FACTS = {"kind": "{kind}", "parameters": "{parameters}", "c by weights": "{c_wei
 
 
 def run(a):
-    repeats, (models, tokenizer), where = a.repeats or 3, load_both(a), Path(a.heads or f"{a.model}/heads")
-    model, folders = models[a.dtype][0], sorted(file.parent for file in where.glob(f"*/{heads.FILE}"))
+    repeats = a.repeats or 3
+    models, tokenizer = load_both(a)
+    where = Path(a.heads or f"{a.model}/heads")
+    model = models[a.dtype][0]
+    folders = sorted(file.parent for file in where.glob(f"*/{heads.FILE}"))
     if not folders:
         raise FileNotFoundError(f"{where}: no trained heads, as lab/train_heads.py writes them")
     found = {folder.name: {m.tok.dtype: heads.load(folder, m, KINDS) for m, _ in models.values()}
@@ -85,7 +89,8 @@ def run(a):
     results = {}
     for T, name in product((0.0, 0.8), a.prompts or SETS):
         prompts, title = prompt_ids(name, tokenizer, model.c)[: a.quick], f"{name}, T {T:g}"
-        bench = Bench(models, prompts, {"temperature": T} if T else {}, a.new, repeats, own.values())
+        bench = Bench(models, prompts, {"temperature": T} if T else {}, a.new, repeats,
+                      own.values())
         results[title] = column(bench, found, title)
     data = {"results": results, "heads": facts}
     lines = header(a, repeats, "in float64; c and block: by the clock; by ranks: Sequoia's formula")

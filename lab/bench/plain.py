@@ -19,30 +19,34 @@ from support.measure import interleave
 
 SHAPE_110M = Config(vocab_size=32_000, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, head_dim=64,
                     hidden_dim=2048, max_len=1024)
-TEXT = "Once upon a time there was a little girl who lived in a house near the big forest with her mother. "
+TEXT = ("Once upon a time there was a little girl who lived in a house near the big forest with "
+        "her mother. ")
 BLOCKS = 1, 2, 4, 8, 16
 BATCHES = 1, 2, 4, 8, 16
 PROMPTS = 512, 2000, 4000
 
 
 def their_text(model, ids, new, **flags):
-    """What a model of transformers writes after ids (B, T), greedily unless flags say otherwise. (B, new)"""
+    """What a model of transformers writes after ids (B, T), greedily unless
+    flags say otherwise. (B, new)"""
     flags = {"do_sample": False, "pad_token_id": 0} | flags
     return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new,
                           **flags)[:, ids.shape[1] :]
 
 
 def compiled(theirs, prompt, new):
-    """A function that returns what transformers writes with a cache of fixed size and the step of one token
-    compiled, as its guide to fast decoding says."""
+    """A function that returns what transformers writes with a cache of fixed size and the step of
+    one token compiled, as its guide to fast decoding says."""
     from transformers import StaticCache
     device, ids = theirs.device, torch.tensor([prompt], device=theirs.device)
-    # trap: a sliding layer's cache counts in Python: were its numbers fixed, each token compiled anew
+    # trap: a sliding layer counts in Python, and with fixed numbers each token would compile anew
     one = torch.compile(theirs.forward)
 
     @torch.no_grad()
     def write():
-        cache, run, found = StaticCache(config=theirs.config, max_cache_len=len(prompt) + new), theirs, []
+        cache = StaticCache(config=theirs.config, max_cache_len=len(prompt) + new)
+        run = theirs
+        found = []
         tokens, at = ids, torch.arange(len(prompt), device=device)
         for _ in range(new):
             said = run(tokens, past_key_values=cache, cache_position=at, logits_to_keep=1)
@@ -54,7 +58,8 @@ def compiled(theirs, prompt, new):
 
 
 def rehearsed(model, prompt, new):
-    """A function that continues the prompt and returns [its ids]. The model, a StandIn, gets ready now."""
+    """A function that continues the prompt and returns [its ids]. The model, a
+    StandIn, gets ready now."""
     def write():
         return generate(model, [prompt], new)[0]
 
@@ -63,13 +68,15 @@ def rehearsed(model, prompt, new):
 
 
 def reading(count, device):
-    """A function that reads so many bytes, as fast as memory allows. It sums a tensor of that size."""
+    """A function that reads so many bytes, as fast as memory allows. It sums a
+    tensor of that size."""
     x = torch.ones(count // 4, device=device)
     return lambda: x.sum().item()
 
 
 def step(model, T, at, sublayers=None):
-    """A pass over T tokens after `at` others, with positions as the loop gives them on this device."""
+    """A pass over T tokens after `at` others, with positions as the loop gives
+    them on this device."""
     device = model.tok.device
     here = Placement.span(at, at + T, device)._replace(same=device.type == "cpu")
     cache = KVCache(model.c, 1, at + T, model.attention_dtype(), device)
@@ -97,7 +104,8 @@ def measure(model, theirs, prompt, new, repeats, in_fast_passes):
                  "ours, fast": rehearsed(quick, prompt, new)}
         read = reading(size(model.blocks) + size(model.tok if model.head is None else model.head),
                        model.tok.device)
-        others = {"first token": rehearsed(quick, prompt, 1), "weights": lambda: [read() for _ in range(new)]}
+        others = {"first token": rehearsed(quick, prompt, 1),
+                  "weights": lambda: [read() for _ in range(new)]}
     texts = {name: way()[0] for name, way in ways.items()}
     seconds = interleave(ways | others, repeats)
     rows = {name: {"rate": new / seconds[name], "ratio": seconds["transformers"] / seconds[name],
@@ -132,12 +140,15 @@ def run(a):
             model, _ = checkpoint.load(folder, a.device, dtype)
             theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(a.device)
             theirs.generation_config.eos_token_id = None    # both write all the tokens
-            results[f"{name}, {str(dtype)[6:]}"] = measure(model, theirs, prompt, a.new, repeats, a.fast)
-    ways = [(f"{name}, {way}", r) for name, found in results.items() for way, r in found["ways"].items()]
-    blocks, batches = ([[name, *(f"{x:.2f}" for x in found[part])] for name, found in results.items()]
+            results[f"{name}, {str(dtype)[6:]}"] = measure(model, theirs, prompt, a.new, repeats,
+                                                           a.fast)
+    ways = [(f"{name}, {way}", r) for name, found in results.items()
+            for way, r in found["ways"].items()]
+    blocks, batches = ([[name, *(f"{x:.2f}" for x in found[part])]
+                        for name, found in results.items()]
                        for part in ("blocks", "batches"))
-    lines = [f"plain decoding, greedy, 32-token prompt, {a.new} new tokens; {a.device}: {a.machine}; "
-             f"torch {torch.__version__}; medians of {repeats} runs A B A B", "",
+    lines = [f"plain decoding, greedy, 32-token prompt, {a.new} new tokens; {a.device}: "
+             f"{a.machine}; torch {torch.__version__}; medians of {repeats} runs A B A B", "",
              *figures(ways, WAYS, "model, dtype, way"),
              *table(["cost of a block, relative to one token", *map(str, BLOCKS)], blocks),
              *table(["ours, times transformers, at batch", *map(str, BATCHES)], batches)]
@@ -164,7 +175,8 @@ def run_prompts(a):
         ways |= {name: partial(read, model) for name, model in ours.items()}
         times = interleave(ways, a.repeats or 5)
         speeds = [times["transformers"] / times[name] for name in ours]
-        rows.append([str(T), f"{T / times['transformers']:.0f}", *(f"{speed:.2f}" for speed in speeds)])
+        rows.append([str(T), f"{T / times['transformers']:.0f}",
+                     *(f"{speed:.2f}" for speed in speeds)])
     words = f"reading a prompt; {a.model}, {a.dtype}; {a.machine}; medians of interleaved runs"
     names = ["tokens", "transformers, tokens/s", *(f"{name}, times as fast" for name in ours)]
     return page([words, "", *table(names, rows)]), {"rows": rows}

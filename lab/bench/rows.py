@@ -1,5 +1,5 @@
-"""Products of few rows, with each matrix of a model by the loops of machine/rows.cpp and by the library,
-beside the time that reading as many bytes takes."""
+"""Products of few rows, with each matrix of a model by the loops of machine/rows.cpp and by the
+library, beside the time that reading as many bytes takes."""
 from functools import partial
 
 import torch
@@ -21,7 +21,8 @@ def matrices(model):
 
 
 def forms(weights):
-    """{name: the matrices in this form}: as they are, and quantised, without and with a rounded x."""
+    """{name: the matrices in this form}: as they are, and quantised, without and
+    with a rounded x."""
     found = {"the loop": weights}
     for kind in ("int8", "int4"):
         for rounds, words in (False, ""), (True, ", x rounded"):
@@ -35,8 +36,8 @@ def forms(weights):
 def run(a):
     model, _ = load(a)
     if not multiplies(model):
-        raise ValueError(f"no loops for {a.dtype} on {a.device}: `rows` needs a CPU, a C++ compiler, and "
-                         "--dtype float32, bfloat16 or float16")
+        raise ValueError(f"no loops for {a.dtype} on {a.device}: `rows` needs a CPU, a C++ "
+                         "compiler, and --dtype float32, bfloat16 or float16")
     weights = matrices(model)
     dtype = model.tok.dtype
     xs = {w.shape[1]: torch.randn(max(ROWS), w.shape[1]).to(dtype) for w in weights}
@@ -60,10 +61,12 @@ def run(a):
     lines = []
     for name in ways:
         one = times[name, 1]
-        cells = [f"{1e3 * times[name, count]:.2f} ({times[name, count] / one:.2f})" for count in ROWS]
-        lines.append([name, f"{bytes_of[name] / 1e6:.0f}", f"{1e3 * times[name, 'memory']:.2f}", *cells])
-    words = (f"{a.model}, {a.dtype}; {a.machine}; ms for all matrices of the blocks and the head (relative "
-             "to one row); to read: a sum over as many bytes")
+        cells = [f"{1e3 * times[name, count]:.2f} ({times[name, count] / one:.2f})"
+                 for count in ROWS]
+        lines.append([name, f"{bytes_of[name] / 1e6:.0f}", f"{1e3 * times[name, 'memory']:.2f}",
+                      *cells])
+    words = (f"{a.model}, {a.dtype}; {a.machine}; ms for all matrices of the blocks and the head "
+             "(relative to one row); to read: a sum over as many bytes")
     head = ["rows", "MB", "to read", *map(str, ROWS)]
     data = {f"{name}, {count}": seconds for (name, count), seconds in times.items()}
     return page([words, "", *table(head, lines)]), {"times": data}

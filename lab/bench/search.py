@@ -1,5 +1,5 @@
-"""The search for sub-layers to skip, compared with the truth about all 4,096 sets of twelve groups. Its
-regret is how far the best set it has seen is from the best there is."""
+"""The search for sub-layers to skip, compared with the truth about all 4,096 sets of twelve groups.
+Its regret is how far the best set it has seen is from the best there is."""
 import statistics
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +23,8 @@ BUDGETS, SEEDS, TRIALS = (25, 50, 100), 20, 200
 
 @dataclass(frozen=True)
 class Bands(Space):
-    """Sets of which every one can be scored: bit j skips all of `bands[j]`, of which `skippable[j]` is the
-    first."""
+    """Sets of which every one can be scored: bit j skips all of `bands[j]`, of which `skippable[j]`
+    is the first."""
     bands: tuple[tuple[int, ...], ...] = ()
 
     def sublayers(self, z):
@@ -33,8 +33,8 @@ class Bands(Space):
 
 
 def bands(n_layers, count=6):
-    """Two bits for each of `count` bands of blocks, its attentions and its MLPs. The bands reach from block 1
-    to the last one and widen with the depth, as the first blocks matter one by one."""
+    """Two bits for each of `count` bands of blocks, its attentions and its MLPs. The bands reach
+    from block 1 to the last one and widen with the depth, as the first blocks matter one by one."""
     edges = [1]
     while len(edges) <= count:
         edges.append(max(edges[-1] + 1, round(n_layers ** (len(edges) / count))))
@@ -49,7 +49,8 @@ def bits(number, n):
 
 
 def enumerate_sets(space, calibration, costs):
-    """alpha, c, gamma, speed-up of every set; set number k skips the bits of k. Four arrays (2^n,)."""
+    """alpha, c, gamma, speed-up of every set; set number k skips the bits of
+    k. Four arrays (2^n,)."""
     rows = []
     for k in tqdm(range(1 << len(space.skippable)), desc="every set", disable=None):
         t = speedup(calibration, costs, space.sublayers(bits(k, len(space.skippable))))
@@ -57,7 +58,8 @@ def enumerate_sets(space, calibration, costs):
     return dict(zip(("alpha", "c", "gamma", "speedup"), np.array(rows).T, strict=True))
 
 
-# --- the competitors: what each set is worth that they try, in turn; `worth` is of a tuple of n bits
+# --- the competitors: what each set is worth that they try, in turn; `worth` is of a tuple of n
+# bits
 
 
 def random_search(space, worth, seed, count):
@@ -80,7 +82,8 @@ METHODS = {"Gaussian process": gaussian_process, "random": random_search}
 
 
 def run_method(method, space, worth, seed, count):
-    """The best value seen after each of `count` evaluations; where all sets are tried sooner, it stays."""
+    """The best value seen after each of `count` evaluations; where all sets are
+    tried sooner, it stays."""
     best = list(accumulate(method(space, worth, seed, count), max))
     return best + best[-1:] * (count - len(best))
 
@@ -98,7 +101,8 @@ def regrets(space, land):
 
 
 def over_everything(a, model, calibration, prompts):
-    """All 2L bits but the first two, with measured costs. The search is compared with the best early exit."""
+    """All 2L bits but the first two, with measured costs. The search is compared with the best
+    early exit."""
     L, costs = model.c.n_layers, measure_costs(model, repeats=100)
     space, score = Space(L, tuple(range(2, 2 * L))), partial(speedup, calibration, costs)
     exits = [early_exit(L, e) for e in range(1, L)]
@@ -127,14 +131,17 @@ def landscape(a, space, calibration, costs):
 
 
 def run(a):
-    (model, tokenizer), (exact, _) = load(a), load(a, "float32")  # whose scores do not hang on rounding
+    model, tokenizer = load(a)
+    exact, _ = load(a, "float32")  # whose scores do not hang on rounding
     documents = [line["text"] for line in read_prompts("stories")]
     prompts = prompt_ids("stories", tokenizer, model.c)
     space, costs = bands(model.c.n_layers), weight_costs(model.c)
     calibration = Calibration(exact, tokenizer, documents, 512)
     land = landscape(a, space, calibration, costs)
-    optimum, best = float(land["speedup"].max()), bits(int(land["speedup"].argmax()), len(space.skippable))
-    data = {"optimum": optimum, "optimum_set": space.sublayers(best), "curves": regrets(space, land),
+    optimum = float(land["speedup"].max())
+    best = bits(int(land["speedup"].argmax()), len(space.skippable))
+    data = {"optimum": optimum, "optimum_set": space.sublayers(best),
+            "curves": regrets(space, land),
             "everything": over_everything(a, model, calibration, prompts)}
     return markdown(a, land, data), data
 
@@ -145,9 +152,9 @@ EVERY = {"kept": "{kept}", "alpha": "{alpha:.3f}", "c": "{c:.3f}", "gamma": "{ga
 
 def markdown(a, land, data):
     optimum, curves = data["optimum"], data["curves"]
-    lines = [f"{a.model}; all {len(land['c']):,} sets of groups of sub-layers: the best, which keeps "
-             f"{' '.join(map(str, data['optimum_set']))}, promises {optimum:.4f}, the median set "
-             f"{np.median(land['speedup']):.4f}; {SEEDS} seeds; {a.machine}", ""]
+    lines = [f"{a.model}; all {len(land['c']):,} sets of groups of sub-layers: the best, which "
+             f"keeps {' '.join(map(str, data['optimum_set']))}, promises {optimum:.4f}, the median "
+             f"set {np.median(land['speedup']):.4f}; {SEEDS} seeds; {a.machine}", ""]
     head = ["method", *(f"regret at {b}" for b in BUDGETS), *(f"optimum by {b}" for b in BUDGETS),
             "within 1 %, median evaluations"]
     rows = []

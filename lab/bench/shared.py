@@ -22,13 +22,15 @@ GEMMA = Config(vocab_size=256_000, dim=2304, n_layers=26, n_heads=8, n_kv_heads=
                hidden_dim=9216, max_len=4096, tied=True, norm_eps=1e-6, act="gelu", norm_offset=1.0,
                embed_scale=2304**0.5, post_norm=True, query_scale=256**-0.5, attn_softcap=50.0,
                final_softcap=30.0, window=4096)
-SEED = dict(vocab_size=32_000, tied=False)      # the shapes of Llama 2, and of TinyLlama, which drafts for it
+# the shapes of Llama 2, and of TinyLlama, which drafts for it
+SEED = dict(vocab_size=32_000, tied=False)
 SHAPES = {
     "TinyLlama 1.1B": replace(LLAMA, n_layers=22, n_kv_heads=4, hidden_dim=5632, **SEED),
     "Llama 3.2 1B": LLAMA,
     "Gemma-2 2B": GEMMA,
     "Llama 3.2 3B": replace(LLAMA, dim=3072, n_layers=28, n_heads=24, head_dim=128),
-    "Llama 3.1 8B": replace(LLAMA, dim=4096, n_layers=32, head_dim=128, hidden_dim=14336, tied=False),
+    "Llama 3.1 8B": replace(LLAMA, dim=4096, n_layers=32, head_dim=128, hidden_dim=14336,
+                            tied=False),
     "Gemma-2 9B": replace(GEMMA, dim=3584, n_layers=42, n_heads=16, n_kv_heads=8, hidden_dim=14336,
                           embed_scale=3584**0.5),
     "Llama 2 13B": replace(LLAMA, dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, head_dim=128,
@@ -41,8 +43,8 @@ def load(a, dtype=None, folder=None):
 
 
 def load_both(a, small=None):
-    """({dtype: (model, small model or None)}, tokenizer): as timed (--fast: in fast passes), and in
-    float64."""
+    """({dtype: (model, small model or None)}, tokenizer): as timed (--fast: in fast
+    passes), and in float64."""
     models = {}
     for dtype in (a.dtype, "float64"):
         model, tokenizer = load(a, dtype)
@@ -59,7 +61,8 @@ def random_model(c, dtype=torch.float32, seed=0, device="cpu"):
     model = model.to(dtype).to_empty(device=device)
     model.scale.fill_(c.embed_scale)  # trap: `to_empty` forgets buffers too
     for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.02) if p.dim() > 1 else torch.nn.init.constant_(p, 1 - c.norm_offset)
+        torch.nn.init.normal_(p, std=0.02) if p.dim() > 1 else torch.nn.init.constant_(
+            p, 1 - c.norm_offset)
     return model
 
 
@@ -69,14 +72,14 @@ def prompt_ids(name, tokenizer, c):
 
 
 def forecast(series, cost, pass_cost=lambda T: 1.0):
-    """(alpha, best gamma, speed-up at it) of series of acceptances, one a text, where a drafted step costs
-    `cost` and a pass over T tokens pass_cost(T)."""
+    """(alpha, best gamma, speed-up at it) of series of acceptances, one a text, where a drafted
+    step costs `cost` and a pass over T tokens pass_cost(T)."""
     return float(torch.cat(series).mean()), *best_along(series, cost, pass_cost=pass_cost)
 
 
 def beside(a, name, given, read, size):
-    """read(FILE, size) of the file that a flag gave, or of NAME.json beside the weights; None where there is
-    neither."""
+    """read(FILE, size) of the file that a flag gave, or of NAME.json beside the weights; None where
+    there is neither."""
     return read(given, size) if given else read_beside(Path(a.model) / f"{name}.json", read, size)
 
 
@@ -86,10 +89,11 @@ def table(head, rows):
 
 
 def figures(rows, columns, head=""):
-    """The lines of a table of (name, {key: figure}). columns: {title: how, as in "{key:.2f}"}; a cell is
-    empty where there is no such figure, or None.
+    """The lines of a table of (name, {key: figure}). columns: {title: how, as in "{key:.2f}"}; a
+    cell is empty where there is no such figure, or None.
 
-    >>> figures([("exit 1", {"alpha": 0.75, "by": {"clock": 2}})], {"%": "{alpha:.0%}", "": "{by[weights]}"})
+    >>> columns = {"%": "{alpha:.0%}", "": "{by[weights]}"}
+    >>> figures([("exit 1", {"alpha": 0.75, "by": {"clock": 2}})], columns)
     ['|  | % |  |', '| --- | --- | --- |', '| exit 1 | 75% |  |', '']
     """
     def cell(how, r):
@@ -97,7 +101,8 @@ def figures(rows, columns, head=""):
             return how.format_map(r)
         except (KeyError, TypeError):
             return ""
-    return table([head, *columns], [[name, *(cell(how, r) for how in columns.values())] for name, r in rows])
+    return table([head, *columns],
+                 [[name, *(cell(how, r) for how in columns.values())] for name, r in rows])
 
 
 def tables(results, columns):

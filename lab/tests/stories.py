@@ -10,8 +10,10 @@ from support.texts import BOUNDARY
 
 def story(seed, count=60):
     """Documents of few words."""
-    draw, words = random.Random(seed), ("Lily Tom Anna", "saw took lost found", "the a", "cat ball dog tree")
-    sentences = (" ".join(draw.choice(part.split()) for part in words) + "." for _ in range(6 * count))
+    draw = random.Random(seed)
+    words = ("Lily Tom Anna", "saw took lost found", "the a", "cat ball dog tree")
+    sentences = (" ".join(draw.choice(part.split()) for part in words) + "."
+                 for _ in range(6 * count))
     return BOUNDARY.join(" ".join(next(sentences) for _ in range(6)) for _ in range(count))
 
 
@@ -21,7 +23,8 @@ def story_tokenizer():
 
 
 def foreseeable():
-    """A model whose text can be foreseen. It has few tokens, and as attention is weak, one tells the next."""
+    """A model whose text can be foreseen. It has few tokens, and as attention is weak, one tells
+    the next."""
     m = make(replace(LLAMA, vocab_size=300, bos=0, eos=(0,)), 1).float()
     for b in m.blocks:
         b.attn.wo *= 0.05

@@ -62,10 +62,12 @@ def test_flags_that_a_command_does_not_read_are_refused(call, monkeypatch, tmp_p
 @pytest.mark.parametrize("out, culprit", [
     ("none/x", "none/x.json"), ("none/", "folder"), ("taken", "taken.md"), ("there/", "folder"),
     ("there/.", "folder"), ("", "folder")])
-def test_results_that_could_not_be_written_are_refused_before_they_are_measured(call, tmp_path, out, culprit):
+def test_results_that_could_not_be_written_are_refused_before_they_are_measured(
+        call, tmp_path, out, culprit):
     (tmp_path / "there").mkdir()
     (tmp_path / "taken.md").mkdir()
-    call.refuses(["costs", "--out", out and f"{tmp_path}/{out}"], tmp_path, "--out" if out == "" else culprit)
+    call.refuses(["costs", "--out", out and f"{tmp_path}/{out}"], tmp_path, "--out" if out == ""
+                 else culprit)
 
 
 def test_the_search_takes_the_table_of_costs(call, tmp_path):
@@ -76,7 +78,8 @@ def test_the_search_takes_the_table_of_costs(call, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["self", "dynamic"])
-def test_a_word_that_no_way_to_draft_has_is_refused_before_any_is_timed(call, monkeypatch, tmp_path, what):
+def test_a_word_that_no_way_to_draft_has_is_refused_before_any_is_timed(call, monkeypatch, tmp_path,
+                                                                        what):
     monkeypatch.setattr(Bench, "table", lambda *args: pytest.fail("it measures"))
     monkeypatch.setattr(dynamic, "kept_costs", lambda model: weight_costs(model.c))
     flags = ["--model", DRAFT, "--quick", "--new", "8", "--only", "plain", "mistyped"]
@@ -96,7 +99,8 @@ def test_a_method_that_writes_another_text_stops_the_benchmark(models):
 
 
 def sample(tokens, decode, passes, proposed=0, accepted=0, draft=0.0, read=8.0):
-    return Sample([1] * tokens, decode, [(accepted // passes, proposed // passes)] * passes, draft, read)
+    return Sample([1] * tokens, decode, [(accepted // passes, proposed // passes)] * passes, draft,
+                  read)
 
 
 def test_a_row_by_hand():
@@ -105,7 +109,8 @@ def test_a_row_by_hand():
     plain = Method(samples={
         0: [sample(8, 4.0, 8), sample(8, 2.0, 8)], 1: [sample(8, 1.0, 8)] * 2,
         2: [sample(8, 1.0, 8)] * 2})
-    fixed = Method(sublayers=[0, 1], gamma=2, samples={0: [slow] * 2, 1: [quick] * 2, 2: [slow] * 2})
+    fixed = Method(sublayers=[0, 1], gamma=2,
+                   samples={0: [slow] * 2, 1: [quick] * 2, 2: [slow] * 2})
     texts = [(SimpleNamespace(acceptance=lambda *_, a=a: torch.tensor(a)), unscored) for a, unscored
              in (([9.0, 0.5, 1.0], 1), ([1.0, 1.0, 0.0], 0), ([1.0], 0))]   # the last is too short
     got, ratios = drafters.row(fixed, plain, texts), [8 / 3, 2, 1]
@@ -114,7 +119,7 @@ def test_a_row_by_hand():
         "tokens_per_second": 8, "ratio": math.prod(ratios) ** (1 / 3), "tau": 2,
         "by_weights": 8 / 3, "alpha": 4.5 / 6, "tested": 1 / 2,
         "c": 2.5 / 48 / (10 / 48),          # seconds of drafting per token, against a plain pass
-        "block": 2.5 / 24 / (10 / 48), "first": 1,      # of the prompts alone: 1/6 and 1/3, 1/4 and 1/2
+        "block": 2.5 / 24 / (10 / 48), "first": 1,  # of the prompts alone: 1/6 and 1/3, 1/4 and 1/2
         "predicted": math.sqrt((1 + 0.5 + 0.5) / (2 / 6 + 1 / 3) * 3 / (2 / 4 + 1 / 2))})
     fixed.gamma = 4
     assert "predicted" not in drafters.row(fixed, plain, texts), "no text is as long as a draft"
@@ -126,8 +131,8 @@ def test_the_benchmark_with_a_skip_set_beside_the_weights(call, tmp_path):
     folder = shutil.copytree(DRAFT, tmp_path / "model")
     (folder / "skip.json").write_text('{"attn": [1]}')
     status, out, err = call("self", "--model", folder, "--quick", "--new", "8", "--repeats", "1",
-                            "--prompts", "code", "--out", tmp_path / "made", "--only", "skip set", "gate",
-                            "early")
+                            "--prompts", "code", "--out", tmp_path / "made", "--only", "skip set",
+                            "gate", "early")
     assert (status, err) == (0, "") and (tmp_path / "made.md").read_text() == out
     rows = json.loads((tmp_path / "made.json").read_text())["results"]["code, greedy"]
     assert rows.pop("transformers, assistant_early_exit")["tokens_per_second"] > 0

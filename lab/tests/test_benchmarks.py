@@ -1,5 +1,5 @@
-"""The results page and the lab book tell the truth. Commands parse, links lead somewhere, the counts are
-those of the code, and docs/papers.md quotes no other figures."""
+"""The results page and the lab book tell the truth. Commands parse, links lead somewhere, the
+counts are those of the code, and docs/papers.md quotes no other figures."""
 import re
 import shlex
 from pathlib import Path
@@ -10,7 +10,8 @@ from lab.bench import counts
 from support import generate, search
 
 ROOT = Path(__file__).resolve().parents[2]
-README, PAPERS = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/papers.md"))
+README, PAPERS = ((ROOT / name).read_text(encoding="utf-8")
+                  for name in ("README.md", "docs/papers.md"))
 BENCHMARKS = (ROOT / "lab" / "BENCHMARKS.md").read_text(encoding="utf-8")
 BOOK = (ROOT / "lab" / "BOOK.md").read_text(encoding="utf-8")
 PARSE = {"generate.py": generate.parse, "search.py": search.parse, "-m lab.bench": bench.parse,

@@ -39,7 +39,8 @@ test_exact_law = promises.exact_law({
 @each_family
 @pytest.mark.parametrize("sinks, window", [(2, 3), (0, 2), (1, 99)])
 def test_a_draft_reads_its_sinks_and_its_window_and_nothing_else(models, family, sinks, window):
-    """Spoil one slot after the other. The draft changes if it is to read it, and otherwise not a bit."""
+    """Spoil one slot after the other. The draft changes if it is to read it, and
+    otherwise not a bit."""
     m = models[family]
     state, _ = next(rounds(m, PROMPTS, 9))
     drafter, cache = SparseDraft(m, 1, sinks, window), state.cache

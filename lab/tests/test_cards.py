@@ -1,4 +1,5 @@
-"""The commands on the cards of the shipped weights can be followed. They parse, and name what exists."""
+"""The commands on the cards of the shipped weights can be followed. They parse, and name what
+exists."""
 import re
 import shlex
 from pathlib import Path
@@ -19,7 +20,8 @@ OWN = "DATA/", "PHASE", "runs/"     # folders of the reader's own, which the car
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: str(card.relative_to(ROOT / "weights")))
 def test_every_command_parses_and_names_files_that_exist(card, monkeypatch):
     monkeypatch.chdir(ROOT)
-    commands = re.findall(r'[`"]python (-m [\w.]+|\w+\.py) ([^`"]*)[`"]', card.read_text(encoding="utf-8"))
+    commands = re.findall(r'[`"]python (-m [\w.]+|\w+\.py) ([^`"]*)[`"]',
+                          card.read_text(encoding="utf-8"))
     assert commands, "no card without one"
     for program, flags in commands:
         words = shlex.split(flags)

@@ -1,4 +1,5 @@
-"""The most that a draft can bring, against every continuation of a small model; and what `check` reads."""
+"""The most that a draft can bring, against every continuation of a small model; and what `check`
+reads."""
 from functools import partial
 from itertools import product
 
@@ -20,7 +21,8 @@ call = command(bench.main)
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_no_tree_of_three_tokens_beats_the_best_tree(models, family):
-    """The sum of the three largest chances of all continuations of up to three tokens, at two places."""
+    """The sum of the three largest chances of all continuations of up to three
+    tokens, at two places."""
     m = models[family]
     V = m.c.vocab_size
     spots = []
@@ -40,7 +42,8 @@ def test_no_tree_of_three_tokens_beats_the_best_tree(models, family):
 
 
 def test_what_lookup_copies_along_a_text(models):
-    """After 5 6 5 it copies the 6, and after 5 6 5 6 the 5. After 5 6 and after the 1 nothing is found."""
+    """After 5 6 5 it copies the 6, and after 5 6 5 6 the 5. After 5 6 and after the
+    1 nothing is found."""
     text = Teacher(models["llama"], [5, 6, 5, 6, 1], sampled)
     p = text.p[0].tolist()
     assert ceiling.copied(text, 2).tolist() == pytest.approx([0, p[2][6], p[3][5], 0])

@@ -55,7 +55,8 @@ def call(asked, monkeypatch):
 def test_a_tokenizer_that_refuses_texts_ends_in_no_traceback(tmp_path):
     """A WordLevel without its token for the unknown refuses what transformers refuses, too."""
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="<unk>"))
-    checkpoint.save(make(replace(CONFIGS["llama"], vocab_size=2, bos=None, eos=())), tmp_path, tokenizer)
+    checkpoint.save(make(replace(CONFIGS["llama"], vocab_size=2, bos=None, eos=())), tmp_path,
+                    tokenizer)
     assert not wrong(check.check_tokenizer(tmp_path, tokenizer))
     assert bench.main(["check", "--model", str(tmp_path)]) == 2
 

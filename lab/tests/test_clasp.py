@@ -1,4 +1,5 @@
-"""The table of CLaSp and KnapSpec by hand and by brute force, what they judge by, and the same text."""
+"""The table of CLaSp and KnapSpec by hand and by brute force, what they judge by, and the same
+text."""
 from dataclasses import replace
 from itertools import combinations
 
@@ -29,7 +30,8 @@ def free(m):
 def test_clasp_judges_by_the_states_of_the_last_accepted_token(models, family, monkeypatch):
     m, seen = models[family], []
     monkeypatch.setattr(clasp, "nearest", lambda states, run, times, most: (
-        seen.append((states, [run(u, torch.stack([states[u] + 1, states[u]]))[1] for u in range(6)]))
+        seen.append((states,
+                     [run(u, torch.stack([states[u] + 1, states[u]]))[1] for u in range(6)]))
         or ([[1], [1, 3]], None)))
     drafter, taps = CLaSp(m, 3, skips=2, every=1, threshold=0.0), list(range(1, 12, 2))
     ends = [[len(p) for p in PROMPTS[:3]]]
@@ -46,8 +48,10 @@ def test_clasp_judges_by_the_states_of_the_last_accepted_token(models, family, m
 
 
 def turns(angles):
-    """The states and `run` of units that turn a vector. What is skipped is missing from their sum."""
-    turn = [torch.tensor([[torch.cos(a), torch.sin(a)], [-torch.sin(a), torch.cos(a)]]) for a in angles]
+    """The states and `run` of units that turn a vector. What is skipped is
+    missing from their sum."""
+    turn = [torch.tensor([[torch.cos(a), torch.sin(a)], [-torch.sin(a), torch.cos(a)]])
+            for a in angles]
     states = [torch.tensor([[1.0, 0.0]])]
     for matrix in turn:
         states.append(states[-1] @ matrix)
@@ -60,7 +64,8 @@ def test_the_dynamic_programme_by_hand():
 
 
 def test_times_by_brute_force():
-    """Of all sets that save a given time the one that turns least is skipped; nothing of time 0 is."""
+    """Of all sets that save a given time the one that turns least is skipped; nothing
+    of time 0 is."""
     angles, times = torch.tensor([0.31, 0.1, 0.17, 0.05, 0.23, 0.02]), [2, 1, 3, 1, 2, 0]
     sets, ends = nearest(*turns(angles), times, sum(times))
     every = [list(some) for n in range(1, 6) for some in combinations(range(5), n)]
@@ -74,7 +79,8 @@ def test_times_by_brute_force():
     assert few[0] == [3] and few[-1] is None, "what turns away too far is given up"
 
 
-def test_knapspec_drafts_with_the_set_that_promises_most_and_not_at_all_where_none_gains(monkeypatch):
+def test_knapspec_drafts_with_the_set_that_promises_most_and_not_at_all_where_none_gains(
+        monkeypatch):
     m = make(LIVELY["llama"])
     drafter, m.unembed = KnapSpec(m, costs=free(m)), lambda x: x
     assert drafter.times == [0, 0, 1, 2, 1, 2, 1, 2, 1, 2, 0, 0]
@@ -83,7 +89,8 @@ def test_knapspec_drafts_with_the_set_that_promises_most_and_not_at_all_where_no
     # their best tokens: 1 everywhere, 2 everywhere; each right once
     monkeypatch.setattr(clasp, "nearest", lambda *_, **__: ([[4], [4, 6]] + [None] * 10, ends))
     drafter.choose(states, None)
-    assert drafter.rule.longest == 0 and drafter.sublayers == [*range(12)], "alpha 1/3 against c 17/18"
+    assert drafter.rule.longest == 0 and drafter.sublayers == [
+        *range(12)], "alpha 1/3 against c 17/18"
     ends[2] = states[-1]                    # the second one is always right: alpha 5/6, and c 4/6
     drafter.costs = Costs((1.0, 1e-9) * 6, 0.0)
     drafter.choose(states, None)

@@ -1,5 +1,5 @@
-"""Drafts that adapt. Priced by what passes really read, Pace loses no more than it promises; and the
-benchmark reports the regret that it defines."""
+"""Drafts that adapt. Priced by what passes really read, Pace loses no more than it promises; and
+the benchmark reports the regret that it defines."""
 import math
 from dataclasses import replace
 
@@ -25,7 +25,8 @@ def test_by_weights_it_is_never_slower_than_it_promises(family, rows):
     """A draft of each kind alone, and all at once, of which little is accepted."""
     m = make(replace(LIVELY[family], max_len=128), 4)
     heads = [wild(head) for head in (
-        Kangaroo(m, 2), ExitBlock(m, 1), M2R2(m, 2), Medusa(m, 3), Transfer(m, 3, 2), Prophet(m, 1))]
+        Kangaroo(m, 2), ExitBlock(m, 1), M2R2(m, 2), Medusa(m, 3), Transfer(m, 3, 2),
+        Prophet(m, 1))]
     costs = replace(weight_costs(m.c), slot=0.0)    # the meter does not count slots
     ways = candidates(m, costs, SKIP, None, heads) + candidates(m, costs, None, IDS)
     with metered([m], heads) as read:
@@ -33,7 +34,8 @@ def test_by_weights_it_is_never_slower_than_it_promises(family, rows):
             drafter = Pace(m, some, costs)
             drafter.balance += 4    # it may lose more, so that it tries more
             begin = drafter.lookup.begin    # the prompt's own reading apart
-            drafter.lookup.begin = lambda state, trace, begin=begin: (begin(state, trace), read.clear())
+            drafter.lookup.begin = lambda state, trace, begin=begin: (begin(state, trace),
+                                                                      read.clear())
             generate(m, PROMPTS[:rows], 40, drafter)
             assert sum(read) / costs.whole <= 40 * 1.01 + STAKE + 4
 

@@ -1,5 +1,5 @@
-"""A Llama and a Qwen2 as llama.cpp keeps them: written with the package `gguf`, read back, they have the same
-weights and ids."""
+"""A Llama and a Qwen2 as llama.cpp keeps them: written with the package `gguf`, read back, they
+have the same weights and ids."""
 import json
 import sys
 from dataclasses import replace
@@ -36,15 +36,18 @@ def write(path, m, tokenizer, arch="llama", pre="gpt-2", kind="gpt2", scaled=Fal
     for i, token in tokenizer.get_added_tokens_decoder().items():
         types[i] = 3 if token.special else 4
     for add, value in ((writer.add_block_count, c.n_layers), (writer.add_context_length, c.max_len),
-                       (writer.add_embedding_length, c.dim), (writer.add_feed_forward_length, c.hidden_dim),
+                       (writer.add_embedding_length, c.dim),
+                       (writer.add_feed_forward_length, c.hidden_dim),
                        (writer.add_head_count, c.n_heads), (writer.add_head_count_kv, c.n_kv_heads),
-                       (writer.add_key_length, c.head_dim), (writer.add_rope_freq_base, c.rope_theta),
-                       (writer.add_layer_norm_rms_eps, c.norm_eps), (writer.add_tokenizer_model, kind),
+                       (writer.add_key_length, c.head_dim),
+                       (writer.add_rope_freq_base, c.rope_theta),
+                       (writer.add_layer_norm_rms_eps, c.norm_eps),
+                       (writer.add_tokenizer_model, kind),
                        (writer.add_tokenizer_pre, pre), (writer.add_token_list, tokens),
                        (writer.add_token_types, types),
                        (writer.add_token_merges, [" ".join(pair) for pair in parts["merges"]]),
-                       (writer.add_add_bos_token, arch == "llama"), (writer.add_bos_token_id, c.bos),
-                       (writer.add_eos_token_id, c.eos[0]),
+                       (writer.add_add_bos_token, arch == "llama"),
+                       (writer.add_bos_token_id, c.bos), (writer.add_eos_token_id, c.eos[0]),
                        (writer.add_chat_template, "{{ messages[0]['content'] }}")):
         add(value)
     if scaled:
@@ -125,4 +128,5 @@ def test_a_file_of_something_else(tmp_path, capsys):
 def test_without_its_package(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert ours.main([str(tmp_path / "m.gguf"), str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err == "gguf.py: the package gguf is not installed: pip install gguf\n"
+    said = capsys.readouterr().err
+    assert said == "gguf.py: the package gguf is not installed: pip install gguf\n"

@@ -1,4 +1,5 @@
-"""HAMburger's merging by hand, its one computation for learning and writing, and its exact drafts."""
+"""HAMburger's merging by hand, its one computation for learning and writing, and its exact
+drafts."""
 import promises
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_the_merging_by_hand(models):
     assert torch.allclose(got[0], mean + burger.out @ torch.cat(pieces))
     assert torch.equal(got[1], burger.trunk.tok[5])
     x = torch.stack([burger.trunk.embed(torch.tensor([5]))[0], got[0]])[None]
-    at = Placement(torch.tensor([[0, 3]]), torch.tensor([[0, 1]]), 0, 4)        # stands at its last token
+    at = Placement(torch.tensor([[0, 3]]), torch.tensor([[0, 1]]), 0, 4)  # stands at its last token
     want = burger.trunk.run(x, at._replace(end=2), table=burger.trunk.angles(4))[0, 1]
     assert torch.allclose(latest(burger, [[[5], ids]])[0, 0, 3], want)
 

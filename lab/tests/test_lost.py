@@ -129,8 +129,8 @@ def test_a_row_at_the_end_of_the_context_has_no_window(models):
     (Schedule(2, up=2), [2, 4, 6, 5, 4, 3, 2, 4]),
     (Schedule(15), [15, 16, 16, 15, 14, 13, 12, 13])])
 def test_schedules_by_hand(rule, want):
-    """Two drafts are accepted whole, four only in part, and then one whole; a row without drafts learns
-    nothing."""
+    """Two drafts are accepted whole, four only in part, and then one whole; a row without drafts
+    learns nothing."""
     state, asked = short_texts(2), []
     rule.begin(state)
     for whole in (True, True, False, False, False, False, True, True):
@@ -141,11 +141,12 @@ def test_schedules_by_hand(rule, want):
 
 
 def test_stop_rules_by_hand():
-    """Annealed: 1 / (1 + exp(-3 / T)) is .95 at T = 1, and .82 at T = 2; of 1 it is .73 and .62. Entropy: of
-    four tokens alike H = log 4 = 1.386, sqrt(.15 H) = .456; a draft vocabulary of two: .322."""
+    """Annealed: 1 / (1 + exp(-3 / T)) is .95 at T = 1, and .82 at T = 2; of 1 it is .73 and .62.
+    Entropy: of four tokens alike H = log 4 = 1.386, sqrt(.15 H) = .456; a draft
+    vocabulary of two: .322."""
     logits, token = torch.tensor([[3.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 0])
-    for depth, bar, want in ((1, 0.7, [False, False]), (1, 0.85, [False, True]), (0, 0.7, [False, True]),
-                             (0, 0.85, [True, True])):
+    for depth, bar, want in ((1, 0.7, [False, False]), (1, 0.85, [False, True]),
+                             (0, 0.7, [False, True]), (0, 0.85, [True, True])):
         assert AnnealedConfidence(depth=depth, threshold=bar).stop(0, logits, token) == want
     assert AnnealedConfidence(depth=0.25, slope=2).temperature == 2.5
     logits = torch.tensor([[0.0] * 4, [9.0, 0.0, 0.0, 0.0], [0.0, 0.0, -torch.inf, -torch.inf]])
@@ -167,8 +168,8 @@ def test_thompson_draws_from_what_became_of_drafts():
 
 
 def test_adaptive_exit_by_hand():
-    """m <- m / 2 + share / 2; the threshold moves by a tenth of .01: up while m < .9, else down, but not if
-    nothing stopped the draft."""
+    """m <- m / 2 + share / 2; the threshold moves by a tenth of .01: up while m < .9, else down,
+    but not if nothing stopped the draft."""
     rule = AdaptiveExit()
     rule.begin(short_texts())
     for drafted, kept, mean, threshold in (
@@ -204,7 +205,8 @@ def test_the_gate_drafts_after_a_last_token_that_the_target_was_sure_of():
 # --- heads and worked examples
 
 
-@pytest.mark.parametrize("module", [gguf, hamburger, sparse, transfer], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [gguf, hamburger, sparse, transfer],
+                         ids=lambda module: module.__name__)
 def test_examples(module):
     failed, attempted = doctest.testmod(module)
     assert attempted and not failed

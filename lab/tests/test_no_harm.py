@@ -1,5 +1,5 @@
-"""DoNoHarm, a rule of the lab, drafts as far as pays, tries a useless draft as often as it has saved for,
-and changes no text."""
+"""DoNoHarm, a rule of the lab, drafts as far as pays, tries a useless draft as often as it has
+saved for, and changes no text."""
 import promises
 import pytest
 import torch
@@ -23,8 +23,8 @@ def alike(rows):
 
 
 def play(rule, good, count):
-    """How many tokens each row drafts in each of `count` rounds, (count, B). good: are all of a row's drafts
-    accepted, or none?"""
+    """How many tokens each row drafts in each of `count` rounds, (count, B). good: are all of a
+    row's drafts accepted, or none?"""
     state, asked = alike(len(good)), []
     rule.begin(state)
     for _ in range(count):

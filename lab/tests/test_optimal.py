@@ -1,5 +1,5 @@
-"""The linear program against what is known. Block verification is the optimum of a chain, siblings are a
-flow. And what the page says."""
+"""The linear program against what is known. Block verification is the optimum of a chain, siblings
+are a flow. And what the page says."""
 from pathlib import Path
 
 import networkx
@@ -19,21 +19,26 @@ call = command(optimal.main)
 
 
 def test_a_linear_program_by_hand():
-    """3 x + 2 y under x + y <= 4, x + 3 y <= 6, x <= 3: at (3, 1). And one whose corners coincide."""
-    assert largest(wide([3, 2]), wide([[1, 1], [1, 3], [1, 0]]), wide([4, 6, 3])) == pytest.approx(11)
-    assert largest(wide([1, 1]), wide([[1, -1], [-1, 1], [1, 1]]), wide([0, 0, 2])) == pytest.approx(2)
+    """3 x + 2 y under x + y <= 4, x + 3 y <= 6, x <= 3: at (3, 1). And
+    one whose corners coincide."""
+    assert largest(wide([3, 2]), wide([[1, 1], [1, 3], [1, 0]]),
+                   wide([4, 6, 3])) == pytest.approx(11)
+    assert largest(wide([1, 1]), wide([[1, -1], [-1, 1], [1, 1]]),
+                   wide([0, 0, 2])) == pytest.approx(2)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 3))
 @settings(max_examples=8, deadline=None)
 def test_block_verification_is_the_optimum_of_a_chain(seed, K):
-    """No rule that ends in one more token and then p accepts more; what may change later tokens, could."""
+    """No rule that ends in one more token and then p accepts more; what may
+    change later tokens, could."""
     p, q = pair(seed)
     parents = list(range(K))
     block = accepted(chain_rule(verify_block), p, q, parents)
     assert optimum(p, q, parents) == pytest.approx(block, abs=1e-9)
     assert agreement(p, q, K) >= block - 1e-12
-    assert accepted(chain_rule(verify), p, q, parents) == pytest.approx(accepted(verify_tree, p, q, parents))
+    assert accepted(chain_rule(verify), p, q,
+                    parents) == pytest.approx(accepted(verify_tree, p, q, parents))
 
 
 def test_the_optimum_of_siblings_is_the_largest_flow_from_trees_to_tokens():
@@ -48,7 +53,8 @@ def test_the_optimum_of_siblings_is_the_largest_flow_from_trees_to_tokens():
                 graph.add_edge((first, second), second)
         for t in range(3):
             graph.add_edge(t, "sink", capacity=float(p[()][t]))
-        assert optimum(p, q, [0, 0]) == pytest.approx(networkx.maximum_flow_value(graph, "source", "sink"))
+        assert optimum(p, q, [0, 0]) == pytest.approx(
+            networkx.maximum_flow_value(graph, "source", "sink"))
 
 
 def test_no_rule_exceeds_the_optimum():
@@ -64,7 +70,8 @@ def test_the_answers_of_the_exercise():
     law = {(): wide([0.5, 0.5]), **dict.fromkeys([(0,), (1,)], wide([1, 0]))}
     draft = {(): wide([1, 0]), **dict.fromkeys([(0,), (1,)], wide([0.5, 0.5]))}
     law[(0, 0)] = law[(0, 1)] = law[(1, 0)] = law[(1, 1)] = wide([1, 0])
-    one, two = (accepted(judge, law, draft, [0, 1]) for judge in (verify_tree, chain_rule(verify_block)))
+    one, two = (accepted(judge, law, draft, [0, 1])
+                for judge in (verify_tree, chain_rule(verify_block)))
     assert (one, two) == pytest.approx((0.75, 1.0))
     steps = torch.arange(1, 10).double() / 10
     most = max(gain([a, 1 - a], [b, 1 - b])[1] - gain([a, 1 - a], [b, 1 - b])[0]
@@ -79,7 +86,8 @@ def test_the_command_prints_what_the_page_says(call):
     assert not status and len(out.splitlines()) == 2 + 5 + 1 + 2 + 5
 
 
-@pytest.mark.parametrize("words", [["--pairs", 0], ["--p", 0.5, 0.6, "--q", 1, 0], ["--p", 0.5, 0.5]])
+@pytest.mark.parametrize("words",
+                         [["--pairs", 0], ["--p", 0.5, 0.6, "--q", 1, 0], ["--p", 0.5, 0.5]])
 def test_bad_input_is_named(words):
     with pytest.raises(ValueError, match="must be"):
         optimal.main([str(word) for word in words])

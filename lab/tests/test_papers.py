@@ -11,7 +11,8 @@ from lab.bench import __main__ as bench
 from support import generate
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS = [row.split(" | ") for row in (ROOT / "docs" / "papers.md").read_text(encoding="utf-8").splitlines()
+ROWS = [row.split(" | ")
+        for row in (ROOT / "docs" / "papers.md").read_text(encoding="utf-8").splitlines()
         if row.startswith("| ") and not row.startswith("| paper")]
 PROGRAMS = {"lab.bench": bench.main, "lab.hamburger": hamburger.main, "lab.spectr": spectr.main,
             "lab.train_heads": train_heads.main}

@@ -44,10 +44,10 @@ def test_bytes_on_paper():
 
 def test_known_shapes_on_paper():
     """By hand, 40 blocks of 317.2 M weights and a head of 163.8 M, which stays in bfloat16. At
-    alpha 0.9 and c = 6.87 / 25.7 5 drafts bring (1 - 0.9^6) / 0.1 = 4.69 tokens for 2.34 passes, with int4's
-    c = 8.26 / 25.7 for 2.60."""
-    want = ("| Llama 2 13B | 26.0 | 13.3 | 8.6 | 7.2 | 0.51 | 3 | 1.37 | 0.32 | 5 | 1.80 | 0.27 | 5 "
-            "| 2.00 |")
+    alpha 0.9 and c = 6.87 / 25.7 5 drafts bring (1 - 0.9^6) / 0.1 = 4.69 tokens for 2.34 passes,
+    with int4's c = 8.26 / 25.7 for 2.60."""
+    want = ("| Llama 2 13B | 26.0 | 13.3 | 8.6 | 7.2 | 0.51 | 3 | 1.37 | 0.32 | 5 | 1.80 | 0.27 | "
+            "5 | 2.00 |")
     assert want in bench_quant.paper_table()
 
 

@@ -25,13 +25,15 @@ def folder(tmp_path):
     head = heads.Eagle(checkpoint.load(folder, "cpu")[0])
     (folder / "heads" / "eagle").mkdir(parents=True)
     heads.save(head, folder / "heads" / "eagle")
-    (folder / "heads" / "eagle" / "draft_vocab.json").write_text(json.dumps({"ids": [*range(1000)]}))
+    (folder / "heads" / "eagle" / "draft_vocab.json").write_text(
+        json.dumps({"ids": [*range(1000)]}))
     return folder
 
 
 def test_the_whole_benchmark(call, tmp_path, folder):
     status, out, err = call("real", "--model", folder, "--new", "8", "--prompts", "maths",
-                            "--only", "eagle", "exit", "int4", "auto", "former", "--out", tmp_path / "made")
+                            "--only", "eagle", "exit", "int4", "auto", "former", "--out",
+                            tmp_path / "made")
     assert status == 0 and "| eagle, tree of 8 | " in out, err
     assert "plain decoding in float64" in out and "real: maths, T 0, after" in err
     data = json.loads((tmp_path / "made.json").read_text())
@@ -41,21 +43,23 @@ def test_the_whole_benchmark(call, tmp_path, folder):
         assert rows["int4, gamma 3"]["tau"] > 2, "it is nearly the model"
         assert rows["int4, gamma 3"]["bytes"] < 0.4
     assert "transformers, plain" in data["results"]["maths, T 0"]
-    status, out, _ = call("block", "--model", folder, "--heads", folder / "heads/eagle", "--quick", "--new",
-                          "8", "--prompts", "maths")
+    status, out, _ = call("block", "--model", folder, "--heads", folder / "heads/eagle", "--quick",
+                          "--new", "8", "--prompts", "maths")
     assert status == 0 and out.startswith("1 prompts") and "| 0.8 | 6 | 1." in out
 
 
 def test_a_small_model_drafts_for_a_real_one_and_texts_agree_to_the_bit(call, tmp_path, folder):
-    """In fast passes the timed texts are checked themselves; a text of a file is a kind of its own."""
+    """In fast passes the timed texts are checked themselves; a text of a file is a
+    kind of its own."""
     (tmp_path / "own.txt").write_text("Who is Lily?\nWhere is Tom?\n")
-    status, out, err = call("real", "--model", folder, "--draft-model", folder, "--fast", "--new", "8",
-                            "--prompts", tmp_path / "own.txt", "--only", "small model", "int8", "auto",
-                            "--out", tmp_path / "made")
+    status, out, err = call("real", "--model", folder, "--draft-model", folder, "--fast", "--new",
+                            "8",
+                            "--prompts", tmp_path / "own.txt", "--only", "small model", "int8",
+                            "auto", "--out", tmp_path / "made")
     assert status == 0 and "plain decoding to the bit" in out, err
     rows = json.loads((tmp_path / "made.json").read_text())["results"]["own, T 0"]
-    assert [*rows] == ["plain", "int8, gamma 3", "small model, gamma 3", "small model in int4, gamma 3",
-                       "small model in int4, gamma 5", "auto"]
+    assert [*rows] == ["plain", "int8, gamma 3", "small model, gamma 3",
+                       "small model in int4, gamma 3", "small model in int4, gamma 5", "auto"]
     itself = rows["small model, gamma 3"]
     assert itself["tested"] == itself["bytes"] == 1, "it is the model"
     assert rows["small model in int4, gamma 3"]["bytes"] < 0.4

@@ -1,4 +1,5 @@
-"""k-SEQ by all its outcomes, its rate beside the optimum, and how far typical acceptance is from p."""
+"""k-SEQ by all its outcomes, its rate beside the optimum, and how far typical acceptance is from
+p."""
 from itertools import combinations_with_replacement
 from math import factorial
 
@@ -69,8 +70,9 @@ def test_the_optimum_is_the_largest_flow_from_sets_of_drafts_to_tokens(k):
 
 
 def test_typical_acceptance_by_hand():
-    """Of p = (.9, .06, .04) H is .39, so the bar is .09. One token passes, and it replaces the others, too.
-    Where all three pass, one draft writes q; of two, the likeliest token is among them .64 of the time."""
+    """Of p = (.9, .06, .04) H is .39, so the bar is .09. One token passes, and it replaces the
+    others, too. Where all three pass, one draft writes q; of two, the likeliest token is among them
+    .64 of the time."""
     assert typical(*map(wide, PAIRS["p is surer"]), 1).tolist() == pytest.approx([1, 0, 0])
     for k, law_of_k in ((1, [0.4, 0.4, 0.2]), (2, [0.64, 0.32, 0.04])):
         assert typical(*map(wide, PAIRS["alike"]), k).tolist() == pytest.approx(law_of_k)
@@ -86,4 +88,5 @@ def test_typical_acceptance_by_all_outcomes(p, q, k):
         return max(passed, key=lambda t: (p[t], -t), default=int(p.argmax()))
 
     found = law(once)
-    assert typical(p, q, k).tolist() == pytest.approx([found.get(t, 0.0) for t in range(3)], abs=1e-12)
+    assert typical(p, q, k).tolist() == pytest.approx([found.get(t, 0.0) for t in range(3)],
+                                                      abs=1e-12)

@@ -11,8 +11,8 @@ import checkpoint
 from lab import train
 from model import Placement
 
-SMALL = dict(layers=3, dim=32, heads=4, kv_heads=2, hidden=48, context=16, batch=4, vocab=300, tokens=640,
-             warmup=3, device="cpu")
+SMALL = dict(layers=3, dim=32, heads=4, kv_heads=2, hidden=48, context=16, batch=4, vocab=300,
+             tokens=640, warmup=3, device="cpu")
 SHAPE = dict.fromkeys(flag.replace("-", "_") for flag in train.SHAPE)       # what --start decides
 TOKENS = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8], [3, 8, 8, 1, 2, 6, 11, 15, 2, 2, 0]])
 call, approx = command(train.main), pytest.approx
@@ -52,7 +52,8 @@ def same_end(a, b):
 
 def choices(n_layers, **changes):
     """What 3000 steps train."""
-    a, g = {"dropout": 0.4, "shallow": 0.7, "shallow_end": 0.5, **changes}, torch.Generator().manual_seed(0)
+    a = {"dropout": 0.4, "shallow": 0.7, "shallow_end": 0.5, **changes}
+    g = torch.Generator().manual_seed(0)
     return [train.choose(SimpleNamespace(**a), n_layers, g) for _ in range(3000)]
 
 
@@ -63,7 +64,8 @@ def test_what_a_step_draws():
     assert [sum(i not in k for k in kept) / 3000 for i in range(4)] == approx(rates, abs=0.03)
     assert sum(not {2, 3} & {*k} for k in kept) / 3000 == approx(rates[2] * rates[3], abs=0.03)
     exits = [e for _, e in choices(6)]
-    assert [exits.count(e) / 3000 for e in range(1, 6)] == approx([0.7 / 3] * 3 + [0.15] * 2, abs=0.03)
+    assert [exits.count(e) / 3000 for e in range(1, 6)] == approx([0.7 / 3] * 3 + [0.15] * 2,
+                                                                  abs=0.03)
     assert {e for _, e in choices(10, shallow=1, shallow_end=1 / 6)} == {1, 2}
     assert {e for n in (1, 2) for _, e in choices(n)} == {1}, "not after the last block"
 
@@ -72,10 +74,13 @@ def test_what_a_step_draws():
 @pytest.mark.parametrize("distil", [0.0, 0.3, 1.0])
 def test_losses_and_their_gradients_by_hand(family, distil):
     """No gradient flows into what is imitated; what is dropped has neither a say nor a gradient."""
-    m, labels, at = make(FAMILIES[family]).requires_grad_(True), TOKENS[:, 1:, None], Placement.span(0, 10)
+    m = make(FAMILIES[family]).requires_grad_(True)
+    labels = TOKENS[:, 1:, None]
+    at = Placement.span(0, 10)
     kept, below = [0, 1, 3, 4, 6, 9, 10], [0, 1, 3, 4]
     x = m.embed(TOKENS[:, :-1])
-    full, early = (m.unembed(m.run(x, at, sublayers=part)).log_softmax(-1) for part in (kept, below))
+    full, early = (m.unembed(m.run(x, at, sublayers=part)).log_softmax(-1)
+                   for part in (kept, below))
     label, exit_label = (-logq.gather(-1, labels).mean() for logq in (full, early))
     imitated = -(full.exp().detach() * early).sum(-1).mean()
     got = train.losses(m, TOKENS.int(), kept, 3, distil)
@@ -121,17 +126,19 @@ def test_the_gradient_is_clipped_and_the_exit_loss_weighted(begin, monkeypatch):
 def test_the_learning_rate_of_each_step(begin):
     """Of 1000 steps, a warm-up, and a linear decay to 2 % and no less."""
     run = begin(tokens=64_000, warmup=100, decay=0.5)
-    for run.step, share in {0: 0.01, 49: 0.5, 98: 0.99, 99: 1, 500: 1, 600: 0.8, 750: 0.5, 989: 0.022,
-                            990: 0.02, 999: 0.02}.items():
+    for run.step, share in {0: 0.01, 49: 0.5, 98: 0.99, 99: 1, 500: 1, 600: 0.8, 750: 0.5,
+                            989: 0.022, 990: 0.02, 999: 0.02}.items():
         run.train_step()
-        assert [o.param_groups[0]["lr"] for o in run.optimisers] == approx([0.02 * share, 0.003 * share])
+        assert [o.param_groups[0]["lr"] for o in run.optimisers] == approx(
+            [0.02 * share, 0.003 * share])
         assert all(p.grad is None for p in run.model.parameters()), "gradients add up"
 
 
 def test_each_exit_is_measured_as_a_truncated_model():
     m, tokens = make(FAMILIES["gemma2"]), torch.arange(649) ** 2 % 17
     x, labels = m.embed(tokens[:640].view(40, 16)), tokens[1:641].view(40, 16, 1)
-    logits = [m.unembed(m.run(x, Placement.span(0, 16), sublayers=range(2 * e))) for e in range(1, 7)]
+    logits = [m.unembed(m.run(x, Placement.span(0, 16), sublayers=range(2 * e)))
+              for e in range(1, 7)]
     loss = [float(-z.log_softmax(-1).gather(-1, labels).mean()) for z in logits]
     agreement = [float((z.argmax(-1) == logits[-1].argmax(-1)).double().mean()) for z in logits]
     got = train.evaluate(m, tokens, 16, 10**6)
@@ -189,7 +196,8 @@ def test_what_cannot_be_resumed_is_refused(call, flags, begin, tmp_path):
     call.refuses(flags(out="", resume=True), tmp_path, "--out")     # a folder of other files
     own = path.read_bytes()
     whole = torch.load(path, weights_only=True)
-    for state in ({"epoch": 3}, [1, 2], whole | {"text": {}}, whole | {"weights": {"w": torch.ones(2)}}):
+    for state in ({"epoch": 3}, [1, 2], whole | {"text": {}},
+                  whole | {"weights": {"w": torch.ones(2)}}):
         torch.save(state, path)     # another program's
         call.refuses(flags(resume=True), tmp_path, path, "not a checkpoint of this")
     path.write_bytes(own[:-100])

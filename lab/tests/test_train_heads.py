@@ -17,7 +17,8 @@ from methods.standin import read_vocab
 from model import Placement
 from speculative import generate, rounds
 
-FLAGS = dict(context=24, batch=8, tokens=1.6e4, text=4000, lr=0.01, warmup=3, temperature=0.9, device="cpu")
+FLAGS = dict(context=24, batch=8, tokens=1.6e4, text=4000, lr=0.01, warmup=3, temperature=0.9,
+             device="cpu")
 KINDS = {"kangaroo": "--exit-layer 2", "m2r2": "--exit-layer 2", "prophet": "", "eagle": "",
          "medusa": "--heads 2", "transfer": "--inject-layer 3 --steps 2"}
 call = command(train_heads.main)
@@ -43,7 +44,8 @@ def test_a_head_learns(kind, folder, capsys):
     assert train_heads.main(line(kind, folder, out)) == 0
     model, _ = checkpoint.load(folder, "cpu", torch.float32)
     head, held = heads.load(out, model, train_heads.KINDS), state(out)
-    after = train_heads.evaluate(head, held["text"]["valid"]["own text"], 24, 4 * train_heads.MEASURED)
+    after = train_heads.evaluate(head, held["text"]["valid"]["own text"], 24,
+                                 4 * train_heads.MEASURED)
     before = held["before"]["own text"]
     for old, new in zip(before["agreement"], after["agreement"], strict=True):
         assert new > 0.3 and new > old + 0.1
@@ -63,7 +65,8 @@ def test_a_short_vocabulary_and_the_loss_that_acceptance_counts(kind, folder, tm
     ids = read_vocab(out / "draft_vocab.json", model.c.vocab_size)
     assert len(ids) == 12
     head = heads.shorter(heads.load(out, model, train_heads.KINDS), ids)
-    after = train_heads.evaluate(head, held["text"]["valid"]["own text"], 24, train_heads.MEASURED)["overlap"]
+    after = train_heads.evaluate(head, held["text"]["valid"]["own text"], 24,
+                                 train_heads.MEASURED)["overlap"]
     before = held["before"]["own text"]["overlap"]
     assert all(new > old + 0.1 for old, new in zip(before, after, strict=True))
     prompt = checkpoint.encode(story_tokenizer(), "Lily saw", model.c.bos)
@@ -71,7 +74,8 @@ def test_a_short_vocabulary_and_the_loss_that_acceptance_counts(kind, folder, tm
         assert set(r.draft.tokens[0].tolist()) <= set(ids)
     more = line(kind, folder, tmp_path / "more", "--vocab", "9", "--start", str(out))
     assert train_heads.main(more) == 0 and read_vocab(tmp_path / "more/draft_vocab.json", 99) == ids
-    assert state(tmp_path / "more")["before"]["own text"]["overlap"] == pytest.approx(after, abs=0.05)
+    assert state(tmp_path / "more")["before"]["own text"]["overlap"] == pytest.approx(
+        after, abs=0.05)
 
 
 def test_text_is_drawn_from_the_model(folder):
@@ -95,7 +99,8 @@ def test_a_chat_model_answers_prompts_and_its_own_questions(folder, tmp_path, mo
     model, tokenizer = checkpoint.load(folder, "cpu", torch.float32)
     (asked,) = train_heads.questions(folder, model, tokenizer, 1, 0)
     written = train_heads.fresh_run(a, torch.device("cpu"), None).text
-    text = "".join(tokenizer.decode(part["own text"].tolist()) for part in (written.train, written.valid))
+    text = "".join(tokenizer.decode(part["own text"].tolist())
+                   for part in (written.train, written.valid))
     times = [text.count(f"Then {prompt} the") for prompt in ("Lily saw", "Tom took", asked)]
     assert asked and min(times) >= 10 and max(times) - min(times) <= 1
     monkeypatch.setattr(train_heads, "LONGEST", 1)
@@ -125,7 +130,8 @@ def test_a_resumed_training_does_not_write_its_text_again(folder, tmp_path, monk
 
 @pytest.mark.parametrize("more, word", [
     (["--steps", "1"], "--steps"), (["--lr", "0"], "--lr"),
-    (["--context", "65"], "65"), (["--data", "x"], "--text is about"), (["--model", "none"], "none")])
+    (["--context", "65"], "65"), (["--data", "x"], "--text is about"),
+    (["--model", "none"], "none")])
 def test_bad_input_is_refused(folder, tmp_path, call, more, word):
     call.refuses(line("medusa", folder, tmp_path / "out") + more, tmp_path, word)
 

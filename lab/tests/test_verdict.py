@@ -1,4 +1,5 @@
-"""Near-tie or bug, for the shipped model's own text, one with an odd token, and one that a tie decides."""
+"""Near-tie or bug, for the shipped model's own text, one with an odd token, and one that a tie
+decides."""
 import json
 import shutil
 from pathlib import Path
@@ -26,11 +27,13 @@ def ids():
 
 
 @pytest.mark.parametrize("prompt, ours, theirs, status, said", [
-    ("Once upon a time", b"s there", b" there", 1, "after 0 equal tokens"),     # "times" is one token
-    ("Once upon a time ", b"there was", b"there is", 1, "after 1 equal tokens"),    # " there" is one, too
+    ("Once upon a time", b"s there", b" there", 1, "after 0 equal tokens"),  # "times" is one token
+    # " there" is one, too
+    ("Once upon a time ", b"there was", b"there is", 1, "after 1 equal tokens"),
     ("Once upon a time", b" there\r\n", b" there\n", 1, "after 1 equal tokens"),
     ("Once upon a time", b"\xef\xbb\xbf there", b" there", 0, "equal: 1 tokens"),
-    ("Once upon a time", b"\xef\xbb\xbf\xef\xbb\xbf there", b" there", 1, "after 0 equal tokens")], ids=str)
+    ("Once upon a time", b"\xef\xbb\xbf\xef\xbb\xbf there", b" there", 1, "after 0 equal tokens")],
+                         ids=str)
 def test_texts_are_compared_with_their_prompt(call, tmp_path, prompt, ours, theirs, status, said):
     """They are compared as bytes. A byte order mark is skipped once, and ends of lines differ."""
     files = tmp_path / "a.txt", tmp_path / "b.txt"

@@ -1,5 +1,5 @@
-"""The kit for engines: its cases are what the library says, whatever the rounding; it passes what is
-right and names what is wrong; and an engine in C passes."""
+"""The kit for engines: its cases are what the library says, whatever the rounding; it passes what
+is right and names what is wrong; and an engine in C passes."""
 import hashlib
 import json
 import math
@@ -44,7 +44,8 @@ def test_there_are_over_two_hundred_and_laws_among_them():
 def test_the_library_says_what_the_cases_say(dtype):
     for case in CASES:
         got = make.engine_answer(case, partial(library_engine.answer, dtype=dtype))
-        assert got == case["answer"] or "law" in case and engine.alike(case["answer"], got), case["case"]
+        exact = got == case["answer"]
+        assert exact or "law" in case and engine.alike(case["answer"], got), case["case"]
 
 
 def test_nothing_hangs_on_rounding():
@@ -73,19 +74,22 @@ def test_the_uniforms_of_a_race_are_those_of_its_seed_and_position():
 
     for case in CALLS:
         if case["rule"] == "race":
-            first, drafted = winners(case["p"], case["uniforms"]), winners(case["q"], case["uniforms"][:-1])
+            first = winners(case["p"], case["uniforms"])
+            drafted = winners(case["q"], case["uniforms"][:-1])
             accepted = next((k for k, t in enumerate(drafted) if t != first[k]), len(drafted))
-            assert case["answer"] == {"tokens": drafted, "accepted": accepted, "token": first[accepted]}
+            assert case["answer"] == {
+                "tokens": drafted, "accepted": accepted, "token": first[accepted]}
 
 
 def test_the_laws_are_those_of_the_target():
-    """To the last digit, as the grids fit the numbers; and the paper's example of block verification
-    accepts 11/9 tokens instead of 10/9 (Sun et al. 2025, section 3)."""
+    """To the last digit, as the grids fit the numbers; and the paper's example of block
+    verification accepts 11/9 tokens instead of 10/9 (Sun et al. 2025, section 3)."""
     assert max(case["answer"]["off"] for case in LAWS) < 1e-9
     p, q = [[1 / 3, 2 / 3]] * 3, [[2 / 3, 1 / 3]] * 2
     paper, = (case for case in LAWS if case["p"] == p and case["q"] == q)
     assert paper["rule"] == "block" and paper["answer"]["accepted"] == pytest.approx(11 / 9)
-    assert make.engine_answer(paper | {"rule": "token"}) == pytest.approx({"off": 0, "accepted": 10 / 9})
+    assert make.engine_answer(paper | {"rule": "token"}) == pytest.approx(
+        {"off": 0, "accepted": 10 / 9})
 
 
 def test_a_law_by_hand():
@@ -118,9 +122,11 @@ def replies(reply, cases):
     return found
 
 
-@pytest.mark.parametrize("number", range(len(ENGINES)), ids=[row[-1].replace(" ", "-") for row in ENGINES])
+@pytest.mark.parametrize("number", range(len(ENGINES)),
+                         ids=[row[-1].replace(" ", "-") for row in ENGINES])
 def test_a_wrong_engine_is_named(number):
-    """By the calls of its rule alone, and no other mistake explains them. At least two cases see it."""
+    """By the calls of its rule alone, and no other mistake explains them. At least two cases see
+    it."""
     file, *change, mistake = ENGINES[number]
     seen = [case for case in CASES if str(number) in case["wrong"]]
     cases = [case for case in CALLS if case["rule"] == seen[0]["rule"]]
@@ -131,8 +137,8 @@ def test_a_wrong_engine_is_named(number):
 
 
 def test_what_the_laws_forgive():
-    """An engine that spends its uniforms in another way writes texts of the right law. One that tests a
-    block token by token only accepts too little. One that accepts all is off."""
+    """An engine that spends its uniforms in another way writes texts of the right law. One that
+    tests a block token by token only accepts too little. One that accepts all is off."""
     def said(mistake, rule):
         row = next(row for row in ENGINES if row[-1] == mistake)
         cases = [case for case in CASES if case["rule"] == rule]
@@ -151,7 +157,8 @@ def test_what_the_laws_forgive():
 def test_the_example_in_the_text_is_an_engine(call, tmp_path):
     text = (PORTING / "README.md").read_text(encoding="utf-8")
     code = re.search(r"```python\n(import json, sys, torch\n.*?)```", text, re.S)[1]
-    (tmp_path / "mine.py").write_text(f"import sys\nsys.path.insert(0, {str(PORTING.parent)!r})\n{code}")
+    (tmp_path / "mine.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(PORTING.parent)!r})\n{code}")
     status, out, _ = call("--rule", "token", sys.executable, tmp_path / "mine.py")
     assert status == 0 and re.fullmatch(r"token (\d+) of \1 cases right\n", out)
 
@@ -167,17 +174,20 @@ def compiler():
 
 
 def test_an_engine_in_c_passes(call, tmp_path):
-    """Compiled and run where there is a compiler. Elsewhere nothing can be run, and the file must be
-    the very one that passed, whose digest stands here: so no change to it goes untested."""
+    """Compiled and run where there is a compiler. Elsewhere nothing can be run, and the file must
+    be the very one that passed, whose digest stands here: so no change to it goes untested."""
     source = PORTING / "engine.c"
     assert hashlib.sha256(source.read_bytes()).hexdigest()[:12] == "b255ef7ab141", (
-        "engine.c has changed: run this test where there is a C compiler, and write its digest here")
+        "engine.c has changed: "
+        "run this test where there is a C compiler, and write its digest here")
     if compiler() is None:
-        warnings.warn("no C compiler here: engine.c was not run, only compared with the one that passed",
+        warnings.warn("no C compiler here: "
+                      "engine.c was not run, only compared with the one that passed",
                       stacklevel=1)
         return
     built = tmp_path / "engine"
-    subprocess.run([compiler(), "-O2", "-Wall", "-Wextra", "-Werror", "-o", built, source], check=True)
+    subprocess.run([compiler(), "-O2", "-Wall", "-Wextra", "-Werror", "-o", built, source],
+                   check=True)
     status, out, _ = call("--rule", "token", built)
     assert status == 0 and re.search(r"^token (\d+) of \1 cases right$", out, re.M)
     status, out, _ = call(built)
@@ -185,8 +195,8 @@ def test_an_engine_in_c_passes(call, tmp_path):
 
 
 def with_own_noise(accepts, left):
-    """An engine of the rule `token` that draws for itself. accepts: a token's chance by its p and q;
-    left: its weight after a rejection."""
+    """An engine of the rule `token` that draws for itself. accepts: a token's chance by its p and
+    q; left: its weight after a rejection."""
     noise = random.Random(1)
 
     def reply(r):
@@ -256,7 +266,8 @@ def script(body):
     ({"token": 0}, "accepted: expected a whole number from 0 to"),
 ])
 def test_an_answer_of_the_wrong_form_is_told_from_a_wrong_one(call, answer, words):
-    status, out, _ = call("--rule", "token", *script(f"print(json.dumps({{'case': r['case'], **{answer}}}))"))
+    status, out, _ = call("--rule", "token", *script(
+        f"print(json.dumps({{'case': r['case'], **{answer}}}))"))
     assert status == 1 and words in out and "an engine in which" not in out
 
 

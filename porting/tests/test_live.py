@@ -21,7 +21,8 @@ STATE = """(...states) => new Promise((done, fail) => {
     const look = () => states.includes(document.body.dataset.state)
         ? done(document.body.dataset.state) : setTimeout(look, 20);
     look();
-    setTimeout(() => fail("still " + document.body.dataset.state), 200_000);    // so that no test hangs
+    // so that no test hangs
+    setTimeout(() => fail("still " + document.body.dataset.state), 200_000);
 })"""
 call = command(bundle.main)
 
@@ -101,7 +102,8 @@ def test_under_node_the_int8_weights_write_what_python_writes_with_them(tmp_path
     sampling = {"temperature": 0.0, "top_k": None, "top_p": None, "min_p": None}
     drafter = {"kind": "sublayers", "gamma": 3, "sublayers": list(range(8)), "widths": []}
     request = {"case": 1, "op": "rounds", "model": str(tmp_path), "prompts": [prompt],
-               "max_new": 40, "seed": 0, "eos": [0], "sampling": sampling, "drafter": drafter, "trees": False}
+               "max_new": 40, "seed": 0, "eos": [0], "sampling": sampling, "drafter": drafter,
+               "trees": False}
     for answer in node(ENGINE, lines=[request]) or []:
         ids = [token for line in answer["rounds"] for token in line["new"][0]]
         assert ids == ids_of_python(True, most=40)

@@ -1,5 +1,5 @@
-"""The traces that ports are checked against are what the library says, with a margin at every decision; the
-checker passes what is right, and names what is wrong."""
+"""The traces that ports are checked against are what the library says, with a margin at every
+decision; the checker passes what is right, and names what is wrong."""
 import json
 import math
 import runpy
@@ -34,15 +34,18 @@ def test_the_library_says_what_the_traces_say_and_nothing_hangs_on_rounding(step
             continue
         got, margin = answer(request)
         wrong = check.differ(expect["answer"], json.loads(json.dumps(got)), 1e-6, [])
-        assert not wrong, f"case {number}: {wrong}. If that is meant, make the traces anew: porting/make.py"
-        assert margin >= make.MARGIN or make.is_exact(request), f"case {number}: a decision within rounding"
+        assert not wrong, (f"case {number}: {wrong}. "
+                           "If that is meant, make the traces anew: porting/make.py")
+        assert margin >= make.MARGIN or make.is_exact(request), (
+            f"case {number}: a decision within rounding")
         assert expect["margin"] == (None if margin == math.inf else pytest.approx(margin, abs=1e-6))
         got = json.loads(json.dumps(answer(request, torch.float32)[0]))
         assert not check.differ(expect["answer"], got, expect["tolerance"] / 2, []), number
 
 
 def test_a_case_that_rounding_could_turn_is_refused(tmp_path):
-    near = {"case": 1, "step": 8, "op": "choose", "u": 0.50001, "weights": {"shape": [2], "data": [0.3, 0.3]}}
+    near = {"case": 1, "step": 8, "op": "choose", "u": 0.50001,
+            "weights": {"shape": [2], "data": [0.3, 0.3]}}
     make.write_lines(tmp_path / "cases.jsonl", [near])
     make.write_lines(tmp_path / "answers.jsonl", [])
     with pytest.raises(SystemExit, match="case 1: its closest decision is within"):
@@ -50,7 +53,8 @@ def test_a_case_that_rounding_could_turn_is_refused(tmp_path):
 
 
 def test_the_traces_are_those_of_the_version_and_small():
-    assert make.digest() == check.DIGEST, "the traces were changed: raise VERSION, and set DIGEST beside it"
+    assert make.digest() == check.DIGEST, (
+        "the traces were changed: raise VERSION, and set DIGEST beside it")
     assert sum(p.stat().st_size for p in check.TRACES.rglob("*") if p.is_file()) < 2e6
 
 
@@ -58,7 +62,8 @@ def test_a_race_writes_one_text_with_any_draft_and_in_any_batch():
     """Cases 1007 to 1009: a draft by the model's own blocks for two texts, no draft, and copies for
     the second text alone."""
     def texts(number):
-        return [[t for line in text for t in line["new"]] for text in CORE[number][1]["answer"]["texts"]]
+        return [[t for line in text for t in line["new"]]
+                for text in CORE[number][1]["answer"]["texts"]]
 
     def passes(number):
         return [len(text) for text in CORE[number][1]["answer"]["texts"]]
@@ -71,14 +76,15 @@ def test_a_race_writes_one_text_with_any_draft_and_in_any_batch():
 
 
 def test_the_margins_of_filters_and_trees_by_hand():
-    logits, p = torch.tensor([1.0, 3.0, 2.9, 0.0, -1.0]).double(), torch.tensor([0.5, 0.3, 0.2]).double()
+    logits = torch.tensor([1.0, 3.0, 2.9, 0.0, -1.0]).double()
+    p = torch.tensor([0.5, 0.3, 0.2]).double()
     assert cut_margin(logits) == cut_margin(logits, 1.0, top_k=1) == pytest.approx(0.1)
     assert cut_margin(logits, 1.0) == math.inf
-    assert cut_margin(p.log(), 1.0, top_p=0.79) == pytest.approx(0.01)             # .8 comes before the third
+    assert cut_margin(p.log(), 1.0, top_p=0.79) == pytest.approx(0.01)     # .8 is before the third
     assert cut_margin(p.log(), 1.0, min_p=0.42) == pytest.approx(0.01)             # .2 beside .21
     assert cut_margin(p.log(), 1.0, top_k=2, top_p=0.62) == pytest.approx(0.005, 1e-4)     # .625
     p, q = torch.tensor([[0.5, 0.5], [0.5, 0.5]]), torch.tensor([[0.6, 0.4], [0.05, 0.95]])
-    assert tree_margin(p, [0, 1], [0, 0], q) == pytest.approx(0.05, rel=1e-4)   # (0, 1) is left, less q
+    assert tree_margin(p, [0, 1], [0, 0], q) == pytest.approx(0.05, rel=1e-4)   # (0, 1) less q
 
 
 # --- ports
@@ -113,7 +119,8 @@ def test_a_top_p_of_1_is_off_in_the_numpy_port():
     assert port["to_probs"]([60.0, 0.0], 1.0, None, 1, None)[1] > 0
 
 
-@pytest.mark.parametrize("scope, old, new, mistake", MISTAKES, ids=[m[3].replace(" ", "-") for m in MISTAKES])
+@pytest.mark.parametrize("scope, old, new, mistake", MISTAKES,
+                         ids=[m[3].replace(" ", "-") for m in MISTAKES])
 def test_a_wrong_port_is_refused_by_name(scope, old, new, mistake):
     """At the first case that it fails. make.py has run it on all of them."""
     refusing = [line["case"] for line in check.read_lines(check.TRACES / "mistakes.jsonl")
@@ -173,8 +180,8 @@ HALVES = [      # what makes numpy_port.py a port in bfloat16: where it rounds
     ("attention", "half(half(y) @", "half(y @"),
     ("mlp", "half(half(act) * up)", "half(act) * up"),
     ("half_softcap", "half(half(np.tanh(half(x / cap))) * cap)", "half(np.tanh(x / cap) * cap)"),
-], ids=["right", "1+w", "inside the norm", "sqrt(dim)", "cache", "attention's output", "act times up",
-        "soft-cap"])
+], ids=["right", "1+w", "inside the norm", "sqrt(dim)", "cache", "attention's output",
+        "act times up", "soft-cap"])
 def test_a_port_in_bfloat16_is_seen_to_round_where_the_library_does(scope, old, new):
     """By its bits, of which the right port, whose sums run otherwise, has nearly all."""
     source = HALF + SOURCE
@@ -263,12 +270,14 @@ def test_a_port_that_does_not_use_the_weights_it_is_given_is_refused(call, tmp_p
 def script(body):
     """A command that runs the body, a Python statement, for each `case`."""
     return [sys.executable, "-c",
-            f"import json, sys, time\nfor line in sys.stdin:\n    case = json.loads(line)\n    {body}"]
+            "import json, sys, time\nfor line in sys.stdin:\n    case = json.loads(line)\n"
+            f"    {body}"]
 
 
 @pytest.mark.parametrize("body, words", [
     ("print('hello')", "line 1 of what it printed is no answer: 'hello'"),
-    ("sys.exit('no memory')", "ended with status 1, with 0 cases answered, and its last words are 'no mem"),
+    ("sys.exit('no memory')",
+     "ended with status 1, with 0 cases answered, and its last words are 'no mem"),
     ("print(json.dumps({'case': '301'}))", "line 1: \"case\" is the string '301', not a number"),
     ("time.sleep(60)", "was stopped after 1.0 seconds, with 0 cases answered"),
     ("print('{\"case\": 301, \"y\": -nan}')", "is no answer (nan and inf are not JSON): '{"),
@@ -284,14 +293,16 @@ def test_a_port_that_prints_for_ever_is_stopped(call, monkeypatch):
     monkeypatch.setattr(check, "MOST", 2**20)
     for body in ("while True: print('{}')", "while True: sys.stdout.write('x' * 9999)"):
         status, out, _ = call("--case", 301, *script(body))
-        assert status == 1 and "stopped because it printed more than 1 MB, with 0 cases answered" in out
+        assert status == 1
+        assert "stopped because it printed more than 1 MB, with 0 cases answered" in out
     monkeypatch.setattr(check, "MOST", 2**40)
-    status, out, _ = call("--seconds", 1, "--case", 301, *script("while True: print('x', file=sys.stderr)"))
+    status, out, _ = call("--seconds", 1, "--case", 301,
+                          *script("while True: print('x', file=sys.stderr)"))
     assert status == 1 and "stopped after 1.0 seconds" in out and "its last words are 'x'" in out
 
 
-@pytest.mark.parametrize("last, words", [("wait", "stopped after 1.0 seconds"), ("exit 0", "0 of 1 cases"),
-                                         ("exit 3", "status 3")])
+@pytest.mark.parametrize("last, words", [
+    ("wait", "stopped after 1.0 seconds"), ("exit 0", "0 of 1 cases"), ("exit 3", "status 3")])
 def test_what_a_port_has_started_ends_with_it(call, tmp_path, last, words):
     """Else the child would hold the port's pipe open, and its reader would go on."""
     port, before = tmp_path / "port.sh", threading.active_count()
