@@ -72,7 +72,8 @@ def test_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
     assert "quantised copy" in arms(half, STORIES) and len(arms(half, STORIES)) == 2, (
         "next to trained heads")
     monkeypatch.setattr(drafts, "MEASURED", 64e6)
-    assert "quantised copy" not in arms(half, tmp_path), "a small model lies in the processor's caches"
+    small = "a small model lies in the processor's caches"
+    assert "quantised copy" not in arms(half, tmp_path), small
 
 
 def test_a_small_model_drafts_in_few_bits_alone_and_as_an_arm(call, plan, tmp_path):

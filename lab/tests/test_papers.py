@@ -8,7 +8,7 @@ import pytest
 
 from lab import hamburger, spectr, train_heads
 from lab.bench import __main__ as bench
-from support import generate
+from support import generate, report
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [row.split(" | ")
@@ -25,7 +25,7 @@ LITTLE = {"lab.train_heads": ["--text", "1e3", "--tokens", "1e3", "--context", "
 def test_a_row_runs_for_eight_tokens(row, tmp_path, capsys, monkeypatch):
     """Greedy drafts write the text of plain decoding. What is trained is trained for a moment."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(generate, "REPEATS", 1)
+    monkeypatch.setattr(report, "REPEATS", 1)
     commands = re.findall(r"`([^`]+)`", row[-1].replace("runs/", f"{tmp_path}/"))
     assert commands
     for command in commands:
