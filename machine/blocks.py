@@ -144,15 +144,12 @@ def single(model, x, positions, slots, mask, cos, sin, *cache):
 
 
 def shell(model, i):
-    """A model for one sub-layer, its number `only`. To a compiler all MLPs look the same, and all
-    attentions with a window, and all without one."""
+    """A model for one sub-layer, its number `only`. To a compiler all MLPs look the same, and so do
+    all attentions, because `single` is given the mask."""
     few = copy.copy(model)
     layer, is_mlp = divmod(i, 2)
-    place = 0
-    if model.c.window is not None and not is_mlp:   # every second block has a window
-        place = layer % 2
-    few._modules = {**model._modules, "blocks": nn.ModuleList([model.blocks[layer]] * (place + 1))}
-    few.only = 2 * place + is_mlp
+    few._modules = {**model._modules, "blocks": nn.ModuleList([model.blocks[layer]])}
+    few.only = is_mlp
     return few
 
 

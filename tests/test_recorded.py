@@ -310,7 +310,7 @@ def test_joined_blocks_are_the_blocks(family):
                 texts.append((run(m, x, first, *angles, *fixed), cache.k, cache.v))
             for one, joined, whole in zip(*texts, strict=True):
                 assert (joined - one).abs().max() < 1e-9 and (whole - one).abs().max() < 1e-9
-    kinds = 2 if m.c.window is None else 3
+    kinds = 2       # attentions and MLPs
     assert len(count) <= 2 * kinds, "for single tokens, and for all other widths and lengths"
 
 
