@@ -297,8 +297,8 @@ def run(options):
     writer = Writer(options, model, tokenizer, prompts)
     planned = plan_of(options, model, tokenizer)
     if options.fast:
-        plainly = [None] if options.compare else []
-        writer.rehearse(lambda: [planned.make(), *planned.parts(), *plainly])
+        without = [None] if options.compare else []
+        writer.rehearse(lambda: [planned.make(), *planned.parts(), *without])
     player = None
     if options.page:
         player = page.Player(tokenizer, prompts[0], options.sampling.seed)
