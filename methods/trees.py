@@ -259,26 +259,24 @@ class Siblings(Wrapper):
         if draft.q is None or not widths:
             return draft
         tokens, q = siblings(draft, torch.cat(kept, 1), widths, state.coins)
-        parents = state.send([[*range(K), *(k for width in widths for k in range(width))]])
         length = torch.where(draft.length == K, K + sum(widths), draft.length)
-        return Tree(tokens, q, length, parents=parents)
+        parents = state.send([[*range(K), *(k for width in widths for k in range(width))]])
+        return Tree(torch.cat(tokens, 1), torch.cat(q, 1), length, parents=parents)
 
 
 def siblings(draft, logits, widths, coins):
-    """A chain, and then other tokens for its places in the order of `Siblings`, each drawn with one
-    uniform. The chain was drawn from raw logits (B, K, V). Returns tokens (B, K+S), drawn from q
-    (B, K+S, V)."""
-    last = draft.tokens
+    """Other tokens for the places of a chain, which was drawn from raw logits (B, K, V). Each is
+    drawn with one uniform, rank by rank. Returns two lists, the tokens (B, width) of each rank and
+    the q (B, width, V) they were drawn from. Rank 0 is the chain itself."""
     left = draft.q
     tokens = [draft.tokens]
     q = [draft.q]
     for width in widths:
-        last = last[:, :width, None]                                            # (B, width, 1)
+        last = tokens[-1][:, :width, None]                                      # (B, width, 1)
         left = left[:, :width].scatter(2, last, 0.0)                            # (B, width, V)
         logits = logits[:, :width].scatter(2, last, -math.inf)
         mass = left.sum(-1, keepdim=True)
         top = one_hot(logits.argmax(-1), left)
         q.append(torch.where(mass > 0, left / mass, top))
-        last = coins.choose(q[-1])                                              # (B, width)
-        tokens.append(last)
-    return torch.cat(tokens, 1), torch.cat(q, 1)
+        tokens.append(coins.choose(q[-1]))
+    return tokens, q
