@@ -7,7 +7,6 @@ import pytest
 import tiny
 import torch
 from promises import Watched, reader
-from test_sampling import Ledger
 from test_speculative import on_and_off
 from tiny import LIVELY, PROMPTS, TINY, each_family, make, read, small, warm
 
@@ -193,14 +192,6 @@ test_exact_law = promises.exact_law({
     "gemma2 skip": (tiny.TINY_GEMMA, lambda m: Siblings(SelfDraft(m, [0, 2, 3, 5], 2), [1])),
     "certain": (TINY, lambda m: Grove([[0, 0, 2]], certain=True)),
 }, count=2, room=4)
-
-
-def test_coins_are_spent_in_the_documented_order(models):
-    """Chain, siblings rank by rank, a flip for each of them, and one choice, for every row."""
-    m, coins = models["llama"], Ledger(0)
-    next(rounds(m, PROMPTS, 20, Siblings(SelfDraft(m, range(8), 3), [3, 1]), warm, coins))
-    assert coins.spent == [*[("choose", 4)] * 3, ("choose", 12), ("choose", 4), ("flip", 4, 7),
-                           ("choose", 4)]
 
 
 # --- shapes
