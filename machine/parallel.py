@@ -21,6 +21,7 @@ import os
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from datetime import timedelta
+from io import BytesIO
 from typing import NamedTuple
 
 import torch
@@ -156,31 +157,23 @@ class Agreed(Coins):
         return outcome
 
 
-def agreed(value):
-    """The value that rank 0 has. Another process may have a different one, for example from random
-    numbers of its own. Tensors must be on the CPU."""
+def agreed(value, device="cpu"):
+    """The value that rank 0 has, with tensors on this device. Another process may have a different
+    one, for example from random numbers of its own."""
     if here() == (0, 1):
         return value
-    box = [value]
+    file = BytesIO()
+    torch.save(value, file)
+    box = [file.getvalue()]
     talk(dist.broadcast_object_list, box, 0)
-    return box[0]
+    return torch.load(BytesIO(box[0]), device, weights_only=False)
 
 
 def agreed_draft(draft):
     """The Draft of rank 0, without what the model has already computed for it."""
     if here() == (0, 1):
         return draft
-    device = draft.tokens.device
-    return moved(agreed(moved(replace(draft, reuse=None), "cpu")), device)
-
-
-def moved(draft, device):
-    """A Draft with its tensors on another device."""
-    tensors = {}
-    for name, value in vars(draft).items():
-        if isinstance(value, torch.Tensor):
-            tensors[name] = value.to(device)
-    return replace(draft, **tensors)
+    return agreed(replace(draft, reuse=None), draft.tokens.device)
 
 
 @contextmanager
