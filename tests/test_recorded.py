@@ -295,7 +295,8 @@ def test_joined_blocks_are_the_blocks(family):
                 cache.k.normal_(), cache.v.normal_()
                 fixed = [t for i in sublayers if i % 2 == 0 for t in cache.layers[i // 2]]
                 texts.append((run(m, x, first, *angles, *fixed), cache.k, cache.v))
-            assert all((joined - one).abs().max() < 1e-9 for one, joined in zip(*texts, strict=True))
+            for one, joined in zip(*texts, strict=True):
+                assert (joined - one).abs().max() < 1e-9
     kinds = 2       # attentions and MLPs
     assert len(count) <= 2 * kinds, "for single tokens, and for all other widths and lengths"
 
