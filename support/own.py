@@ -49,7 +49,7 @@ def drafter(text, model, gamma):
     """The drafter NAME(model, gamma), where gamma is a number, or the Rule of --rule."""
     found = made(text, Drafter, "(model, gamma)", model, gamma)
     where = line_of(text, type(found), load_object(text))
-    if not isinstance(found, Wrapper) and not isinstance(vars(found).get("rule"), Rule):
+    if not isinstance(vars(found).get("rule"), Rule):
         raise ValueError(f"{where}: the drafter has no rule: call super().__init__(gamma) in its "
                          "__init__")
     last = 2 * model.c.n_layers - 1

@@ -164,7 +164,7 @@ REFUSED = [
     (LLAMA, dict(rope_parameters={"full_attention": {"rope_type": "default"}}), "by layer type"),
     (QWEN["qwen2"], dict(rope_scaling={"full_attention": {"rope_type": "default"}}),
      "by layer type"),
-    (LLAMA, dict(model_type=None), "no model_type"), (LLAMA, dict(head_dim=7), "head_dim 7"),
+    (LLAMA, dict(model_type=None), "model_type None"), (LLAMA, dict(head_dim=7), "head_dim 7"),
     (LLAMA, dict(quantization_config={"quant_method": "gptq"}), "gptq"),
     (LLAMA, dict(mlp_bias=True), "bias"),
     (GEMMA, dict(use_bidirectional_attention=True), "bidirectional"),
