@@ -56,11 +56,9 @@ DRAFTERS = {
         SelfDraft(m, range(8), 2), Then(ModelDraft(small(m), dice(3, False)), NGram(3, 1)))}
 PAIRS = ["model, model", "exit, model, n-gram"]
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])
-test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS, PAIRS)
 test_poison = promises.poison(DRAFTERS, count=16)
 test_end_of_text = promises.end_of_text(DRAFTERS, PAIRS, range(2, 12, 4))
 test_context_limit = promises.context_limit(DRAFTERS, ["exit", "n-gram", *PAIRS])
-test_short_answers = promises.short_answers(DRAFTERS, PAIRS)
 # a draft model behind which others went on has also read their tokens
 test_drafts_are_right = promises.right_drafts({"model, model": lambda m, far: Then(
     reader(small(m), dice(ends=False), far), ModelDraft(m, dice(ends=False)))})
