@@ -1,7 +1,6 @@
 """Trees: the mask, recursive rejection, the loop, the shapes, and drafts with siblings."""
 import itertools
 from collections import Counter
-from types import SimpleNamespace
 
 import promises
 import pytest
@@ -244,12 +243,3 @@ def test_what_makes_no_sense_is_refused(models):
     m = models["llama"]
     with pytest.raises(ValueError, match="a tree has several ends"):
         generate(m, PROMPTS, 20, Then(TREES["exit"](m), NGram(2, 1)))
-
-
-def test_a_shape_keeps_its_parents_where_levels_are_left_out():
-    """Its third level is not drafted, and siblings of the others come after it."""
-    q = torch.tensor([[[0.5, 0.3, 0.2]] * 2])
-    state = SimpleNamespace(coins=Coins(0), send=torch.as_tensor)
-    tree = trees.branch(state, Draft(torch.tensor([[0, 1]]), q), q.log(), [0, 1, 2, 0, 1])
-    assert tree.parents.tolist() == [[0, 1, 0, 1]] and tree.tokens[0, :2].tolist() == [0, 1]
-    assert tree.tokens[0, 2] != 0 and tree.tokens[0, 3] != 1, "another token for each place"
