@@ -1,10 +1,11 @@
 """Test the grader. A stub must be "to do". The library's own code and right answers written
 differently must pass. A wrong answer must fail with a message that names its mistake, and so must
-each case of "Diagnose".
+each case of "Diagnose". So must the museum's bugs, whatever is said.
 
     python exercises/check.py [WORDS]  exercises whose names contain one of the words, or diagnose
 """
 import ast
+import itertools
 import os
 import sys
 import textwrap
@@ -21,7 +22,7 @@ from exercises.grade import CONTEXT, grade  # noqa: E402
 from exercises.tasks import TASKS  # noqa: E402
 
 WORKERS = min(2, os.cpu_count() or 1)
-WRONG = read(Path(__file__).with_name("wrong.txt"))
+WRONG, BUGS = (read(Path(__file__).with_name(name)) for name in ("wrong.txt", "museum.txt"))
 
 
 def answer(task):
@@ -35,6 +36,16 @@ def wrong_answers(task):
     for row in WRONG:
         if row.file == task.name:
             yield change(answer(task), "", row.old, row.new) if row.old else row.new, row.why
+
+
+def museum_pieces(task):
+    """(name, text) of each bug of the museum that is in one of the functions of a task."""
+    for (name, scope), rows in itertools.groupby(BUGS, key=lambda row: (row.why, row.scope)):
+        if scope in task.functions:
+            text = answer(task)
+            for row in rows:
+                text = change(text, "", row.old, row.new)
+            yield name, text
 
 
 TRAPS = """
@@ -104,6 +115,8 @@ def cases(task):
         yield task, "another shape", text, "passed", ""
     for text, says in wrong_answers(task):
         yield task, f"wrong: {says}", text, "failed", says
+    for name, text in museum_pieces(task):
+        yield task, f"museum: {name}", text, "failed", ""
     for what, text, says in traps(task):
         yield task, f"trap: {what}", text, "failed", says
 

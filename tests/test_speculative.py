@@ -81,12 +81,10 @@ RESTLESS = {"shifting": Shifting,
 PAIRS = ["model, model", "exit, model, ngram"]
 SOME = ["none", "ngram", "skip", "model", "long", *PAIRS]
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])     # a GPU: test_paper_gpu.py
-test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS, SOME)
 test_poison = promises.poison(RESTLESS | {name: DRAFTERS[name] for name in PAIRS})
 test_end_of_text_at_every_position = promises.end_of_text(
     DRAFTERS, ["ngram", "exit", "skip", *PAIRS], range(7))
 test_context_limit = promises.context_limit(DRAFTERS, SOME)
-test_short_answers = promises.short_answers(DRAFTERS, SOME)
 test_damaged_weights = promises.damaged_weights(DRAFTERS, SOME)
 
 
