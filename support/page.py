@@ -36,9 +36,9 @@ class Player:
         self.rounds = []
         self.looked = []  # (p or q, row 0 as it was before temperature and cuts) of this round
 
-    def look(self, logits, *settings):
+    def look(self, logits, **settings):
         """`to_probs`; row 0 is also kept as it was before temperature and cuts."""
-        probs = to_probs(logits, *settings)
+        probs = to_probs(logits, **settings)
         self.looked.append((probs, raw_probs(logits[0])))
         return probs
 

@@ -24,7 +24,7 @@ call = command(generate.main)
 @pytest.fixture
 def plan(stories):
     """The Plan that flags ask for."""
-    return lambda *flags: generate.plan_of(generate.parse(["x", *map(str, flags)]), *stories)
+    return lambda *flags: drafts.Plan(generate.parse(["x", *map(str, flags)]), *stories)
 
 
 def test_a_draft_vocabulary_shortens_the_head(call, plan, tmp_path):
@@ -61,7 +61,7 @@ def test_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
 
     def arms(model, folder, *flags):
         a = generate.parse(["x", "--draft", "auto", "--model", str(folder), *flags])
-        return {arm.name: arm for arm in generate.plan_of(a, model, stories[1]).make().arms}
+        return {arm.name: arm for arm in drafts.Plan(a, model, stories[1]).make().arms}
 
     arm = arms(half, tmp_path)["quantised copy"]
     assert isinstance(arm.drafter.model.head, Int4)
@@ -111,7 +111,7 @@ def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, caps
 
     def names(*flags):
         a = generate.parse(["x", "--draft", "auto", "--model", str(tmp_path), *flags])
-        return [way.name for way in generate.plan_of(a, *stories).make().arms]
+        return [way.name for way in drafts.Plan(a, *stories).make().arms]
 
     assert "prophet" in names() and "medusa" not in names()
     assert "medusa" in capsys.readouterr().err.splitlines()[0]

@@ -186,7 +186,6 @@ ROUGH = {
         tiny.Unsure(4))}
 
 test_greedy_identity = promises.greedy_identity(ROUGH, on=["cpu"])
-test_rows_equal_solo_runs = promises.rows_equal_solo_runs(ROUGH)
 test_end_of_text = promises.end_of_text(ROUGH, places=range(0, 12, 5))
 test_context_limit = promises.context_limit(ROUGH)
 test_poison = promises.poison(ROUGH)

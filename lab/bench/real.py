@@ -34,7 +34,7 @@ from methods.arms import candidates
 from methods.pace import COPY, Pace
 from methods.suffix import Suffix
 from model import put
-from support.drafts import Target, fit, load_small
+from support.drafts import fit, load_small
 from support.measure import kept_costs, measure_step
 from support.texts import read_texts
 from verification import verify_block
@@ -190,8 +190,7 @@ def opened(a, tokenizer):
             m = fast(m) if a.fast else m
         models[dtype] = m, None
         if a.draft_model:
-            target = Target(Path(a.model), m, tokenizer)
-            smalls[m.tok.dtype] = load_small(a.draft_model, target)
+            smalls[m.tok.dtype] = load_small(a.draft_model, m, tokenizer)
         if m.replays() and not m.tok.is_cuda:
             break
     return models, smalls
