@@ -13,15 +13,14 @@ full state.
     everything              embeddings, norms           has what the others have
 
 So the logits are the same bits everywhere, and so are the tokens drawn from them. If two GPUs
-differ after all, the draw of rank 0 counts (`Agreed`). The same holds for what a reader's own
-drafter or rule returns, which may depend on random numbers of each process (`agreed`). (Shoeybi et
-al. 2019, Megatron-LM, arXiv 1909.08053, section 3.)
+differ after all, the draw of rank 0 counts (`Agreed`). A reader's own drafter or rule is refused,
+because it may return something else in each process. (Shoeybi et al. 2019, Megatron-LM, arXiv
+1909.08053, section 3.)
 """
 import os
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from datetime import timedelta
-from io import BytesIO
 from typing import NamedTuple
 
 import torch
@@ -149,31 +148,9 @@ class Agreed(Coins):
     def choose(self, weights):
         return self.shared(self.coins.choose(weights))
 
-    def settle(self, p, position, offset=0):    # what is drawn from it is shared
-        return self.coins.settle(p, position, offset)
-
     def shared(self, outcome):
         talk(dist.broadcast, outcome, 0)
         return outcome
-
-
-def agreed(value, device="cpu"):
-    """The value that rank 0 has, with tensors on this device. Another process may have a different
-    one, for example from random numbers of its own."""
-    if here() == (0, 1):
-        return value
-    file = BytesIO()
-    torch.save(value, file)
-    box = [file.getvalue()]
-    talk(dist.broadcast_object_list, box, 0)
-    return torch.load(BytesIO(box[0]), device, weights_only=False)
-
-
-def agreed_draft(draft):
-    """The Draft of rank 0, without what the model has already computed for it."""
-    if here() == (0, 1):
-        return draft
-    return agreed(replace(draft, reuse=None), draft.tokens.device)
 
 
 @contextmanager
