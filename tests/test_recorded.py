@@ -29,7 +29,7 @@ DRAFTERS = {
     "model": lambda m: ModelDraft(small(m), Says(lambda state: sum(map(len, state.known)) % 6))}
 
 
-on_paper = partial(Recorded, tape=Tape, widths=(1, 2, 4, 8), reach=16, say=pytest.fail)
+on_paper = partial(Recorded, tape=Tape, widths=(1, 2, 4, 8), say=pytest.fail)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,7 @@ def test_texts_of_batches_of_several_sizes(models, truth, family, name):
 @pytest.mark.parametrize("as_slice", [True, False])
 @torch.inference_mode()
 def test_a_replayed_block_is_the_eager_one(models, family, as_slice):
-    """Padding changes nothing, also where the block ends with the cache or the
-    reach of its recording."""
+    """Padding changes nothing, also where the block ends with the cache."""
     eager, S = models[family].model, 17
     tokens = torch.randint(17, (2, S))
     for widths, T in (((1, 2, 4, 8), 1), ((1, 2, 4, 8), 5), ((7,), 5)):
@@ -169,7 +168,7 @@ def test_new_caches_replay_what_was_recorded_with_others(models, truth, monkeypa
 def test_what_is_recorded(models):
     """One token through the first 4 blocks, and 4 tokens through the last 2, each in all widths, as
     a later round may need them. Prompts are not, and after `rehearse` nothing else is."""
-    m, cache = on_paper(models["llama"].model, reach=64), None
+    m, cache = on_paper(models["llama"].model), None
 
     def write(sublayers=range(8)):
         return [state.cache for state, _ in rounds(
@@ -183,15 +182,6 @@ def test_what_is_recorded(models):
     write([0, 3, 5])
     assert m.home(cache).tapes == before
     assert len(m.homes) == 1, "recordings of a cache go with it"
-
-
-def test_lengths_are_few(models):
-    """One row passes all places of its cache.
-    It needs no more recordings than if lengths doubled."""
-    fast, slots = on_paper(models["gemma2"].model), 203
-    reaches = [len(fast.angles_read(end, slots)[0]) for end in range(1, slots + 1)]
-    assert all(end <= reach <= slots for end, reach in enumerate(reaches, 1))
-    assert len(set(reaches)) <= 1 + math.ceil(math.log2(slots / 16))
 
 
 # --- recordings that are wrong
