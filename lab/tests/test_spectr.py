@@ -1,4 +1,4 @@
-"""k-SEQ and typical acceptance by all their outcomes, and the optimum of one place."""
+"""k-SEQ by all its outcomes, and the optimum of one place."""
 from itertools import combinations_with_replacement
 from math import factorial
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import law, wide
 
-from lab.spectr import PAIRS, chances, k_seq, typical
+from lab.spectr import PAIRS, chances, k_seq
 from methods.trees import verify_tree
 
 LAWS = [(wide(p), wide(q)) for p, q in [*PAIRS.values(), ([0.0, 0.4, 0.6], [0.5, 0.0, 0.5]),
@@ -60,16 +60,3 @@ def test_the_optimum_is_the_largest_flow_from_sets_of_drafts_to_tokens(p, q, k):
         graph.add_edge(t, "text", capacity=float(p[t]))
     flow = networkx.maximum_flow_value(graph, "drafts", "text")
     assert chances(p, q, k)[2] == pytest.approx(flow, abs=1e-9)
-
-
-@each
-def test_typical_acceptance(p, q, k):
-    bar = min(0.09, 0.3 * float(torch.exp(-torch.special.entr(p).sum())))
-
-    def once(coins):
-        passed = [t for t in drawn(q, k, coins)[0].tolist() if p[t] > bar]
-        return max(passed, key=lambda t: (p[t], -t), default=int(p.argmax()))
-
-    found = law(once)
-    want = [found.get(t, 0.0) for t in range(3)]
-    assert typical(p, q, k).tolist() == pytest.approx(want, abs=1e-12)
