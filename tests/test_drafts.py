@@ -229,9 +229,9 @@ def test_a_drafter_and_a_rule_from_a_file(call, mine):
 
 
 @pytest.mark.parametrize("flags, culprits", [
-    (["--draft", "MINE:many"], ["mine.py:many", "(model, gamma)", "more"]),
+    (["--draft", "MINE:many"], ["mine.py, line 15", "more"]),
     (["--draft", "MINE:none"], ["mine.py:none", "NoneType", "Drafter"]),
-    (["--draft", "exit", "--rule", "MINE:none"], ["mine.py:none", "(gamma)"]),
+    (["--draft", "exit", "--rule", "MINE:none"], ["mine.py, line 16", "gamma"]),
     (["--draft", "MINE:seven"], ["seven is not callable"]),
     (["--draft", "MINE:eight"], ["eight is not there"]),
     (["--draft", "nowhere.py:x"], ["nowhere.py"]),
