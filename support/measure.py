@@ -75,9 +75,8 @@ def measure_costs(model, repeats=50, limit=math.inf):
 
     n = torch.tensor([CONTEXT + 1], device=device)
     known = text[0, : CONTEXT + 1].tolist()
-    slots = torch.arange(cache.k.shape[3], device=device)[None]
-    written = slots % model.c.vocab_size
-    state = State(written, n, [known], [far], cache, model, to_probs, coins, (), slots)
+    written = torch.arange(cache.k.shape[3], device=device)[None] % model.c.vocab_size
+    state = State(written, n, [known], [far], cache, model, to_probs, coins, ())
 
     def read(T):        # a round, which is then taken back
         r = one_round(state, Given(T - 1), verify)

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from drafter import Draft, Drafter, Reuse, Rule, Wrapper
-from machine import parallel
 from methods.trees import Tree
 
 WATCHED = 8     # rounds in which the cache is compared, which reads all of it twice
@@ -110,7 +109,7 @@ class CheckedDrafter(Wrapper):
     def __init__(self, text, model, gamma):
         found = made(text, Drafter, model, gamma)
         where = line_of(text, type(found))
-        if not isinstance(found, Wrapper) and not isinstance(vars(found).get("rule"), Rule):
+        if not isinstance(vars(found).get("rule"), Rule):
             raise ValueError(f"{where}: the drafter has no rule: call super().__init__(gamma) in "
                              "its __init__")
         last = 2 * model.c.n_layers - 1
@@ -161,7 +160,7 @@ class CheckedDrafter(Wrapper):
             wrong = fault(draft, state)
         if wrong:
             raise ValueError(f"{line_of(self.text, method, type(self.drafters[0]))}: {wrong}")
-        return parallel.agreed_draft(draft)
+        return draft
 
     def observe(self, state, r):
         self.rounds += 1
@@ -204,7 +203,7 @@ class CheckedRule(Rule):
         if len(numbers) != B or not all(isinstance(gamma, int) for gamma in numbers):
             raise self.wrong(self.inner.how_far, "how_far must return a whole number, or a list of "
                              f"one for each row (B = {B}), not {gammas!r}")
-        return parallel.agreed(gammas)
+        return gammas
 
     def stops(self, k, logits, token):
         stops = self.call(self.inner.stop, k, logits, token)
@@ -212,7 +211,7 @@ class CheckedRule(Rule):
         if not isinstance(stops, list) or [type(stop) for stop in stops] != [bool] * B:
             raise self.wrong(self.inner.stop, "stop must return a list of True or False for each "
                              f"row (B = {B}), as `.tolist()` makes it, not {stops!r}")
-        return parallel.agreed(stops)
+        return stops
 
     def learn(self, state, r):
         self.call(self.inner.learn, state, r)
