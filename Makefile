@@ -56,7 +56,6 @@ exercises: $(VENV)/dev
 	$(PY) exercises/check.py
 
 picture: $(VENV)/run
-	$(PY) docs/pictures.py
 	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --picture docs/run.svg
 	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --gamma 3 --temperature 0.8 --top-p 0.95 --page docs/run.html
 
@@ -110,7 +109,7 @@ results/plain/eagle/README.md:
 results/%-dynamic.json:
 	$(PY) -m lab.bench dynamic --model weights/$* --out results/$*-dynamic
 results/beyond.json:
-	$(PY) -m lab.bench beyond --twin weights/stories-plain --out results/beyond
+	$(PY) -m lab.bench beyond --out results/beyond
 
 lint: $(VENV)/dev
 	$(PY) -m ruff check

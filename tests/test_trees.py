@@ -118,11 +118,9 @@ TREES = {
 
 
 test_greedy_identity = promises.greedy_identity(TREES, on=["cpu"])
-test_rows_equal_solo_runs = promises.rows_equal_solo_runs(TREES, ["exit", "model", "certain"])
 test_poison = promises.poison(TREES, ["exit, stopped", "model"])
 test_end_of_text_at_every_position = promises.end_of_text(TREES, ["exit", "certain"], range(6))
 test_context_limit = promises.context_limit(TREES, ["exit", "model", "drawn", "long"])
-test_short_answers = promises.short_answers(TREES, ["exit", "model", "drawn"])
 test_one_wait_a_round = promises.one_wait_a_round(
     TREES, ["exit", "model", "exit, stopped", "exit, then n-gram"],
     extra={"exit, stopped": 5, "exit, then n-gram": 1})

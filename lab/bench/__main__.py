@@ -15,7 +15,7 @@
     python -m lab.bench heads        trained heads: their chains and trees, beside untrained drafts
     python -m lab.bench search       the search for a skip set against the truth of all 4,096
     python -m lab.bench real         a real public model, over plain decoding: see lab/bench/real.py
-    python -m lab.bench beyond       M2R2, ProphetNet, HAMburger and a sparse self-draft, measured
+    python -m lab.bench beyond       ProphetNet, HAMburger and a sparse self-draft, measured
 """
 import argparse
 import json
@@ -69,7 +69,7 @@ READS = {   # the flags of each, beside --out
     "quant": RUN, "block": (*LOADS, "new", "quick", "skip", "prompts", "heads"),
     "heads": (*RUN, "fast", "prompts", "heads"),
     "real": (*RUN, "fast", "prompts", "heads", "draft-model", "only", "dither", "gguf"),
-    "search": (*LOADS, "new", "repeats"), "beyond": ("model", "device", "new", "quick", "twin"),
+    "search": (*LOADS, "new", "repeats"), "beyond": ("model", "device", "new", "quick"),
     "exact": (*LOADS, "new", "repeats", "fast", "prompts")}
 
 
@@ -109,7 +109,6 @@ FLAGS = {
                    "flatters int4, and with the noise its gain is a lower bound"),
     "gguf": dict(metavar="FILE", help="with --only llama.cpp: --model in a GGUF file (default: "
                  "SmolLM2)"),
-    "twin": dict(metavar="DIR", help="a model trained plainly, beside --model"),
     "out": dict(metavar="PATH", help="write PATH.json and PATH.md")}
 OTHERWISE = {   # flags that mean something else to one command
     "exact": {"prompts": dict(nargs=None, choices=None, type=at_least(1), metavar="N", default=None,
