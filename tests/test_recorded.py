@@ -9,7 +9,7 @@ import promises
 import pytest
 import torch
 from paper_gpu import PaperGPU
-from tiny import FAMILIES, LIVELY, LLAMA, PROMPTS, Says, Unsure, each_family, make, small
+from tiny import FAMILIES, LIVELY, LLAMA, PROMPTS, Says, Unsure, a_tree, each_family, make, small
 
 from drafter import ModelDraft, NGram
 from kvcache import KVCache, prefill
@@ -17,7 +17,6 @@ from layerskip import SelfDraft, without
 from machine.blocks import Piece, single
 from machine.recorded import Recorded
 from machine.tapes import Graph, JoinedGraph, Tape
-from methods.trees import ancestors
 from model import Placement
 from sampling import Coins, to_probs
 from speculative import generate, rounds
@@ -80,21 +79,14 @@ def test_a_replayed_block_is_the_eager_one(models, family, as_slice):
 @each_family
 @torch.inference_mode()
 def test_a_tree_is_replayed(models, family):
-    """A root, two children and a grandchild. Dead tokens fill the block to 4 and 8, and the slots
-    after it are finite. The second text is a single token."""
-    eager, nodes = models[family].model, torch.tensor([[3, 7, 1, 9], [5, 2, 2, 8]])
-    tree = ancestors(torch.tensor([[0, 0, 1]]))
-    places = torch.tensor([[6, 7, 7, 8], [0, 1, 1, 2]])
-    slots = places[:, :1] + torch.arange(4)
-    whole = Placement(places, slots, 0, 10, tree)
+    """Dead tokens fill the block to 4 and 8, and the slots after it are finite."""
+    eager = models[family].model
     for widths in (1, 2, 4), (8,):
-        m, x = on_paper(eager, widths=widths), eager.embed(nodes)
+        m = on_paper(eager, widths=widths)
         for _ in range(3):
-            caches = [KVCache(m.c, 2, 24, torch.float64) for _ in range(2)]
-            for cache in caches:
-                prefill(eager, torch.arange(12).view(2, 6) % 17, cache)
-            want = eager.run(x, whole, caches[1])
-            assert (m.run(x, whole, caches[0]) - want).abs().max() < 1e-9
+            x, at, caches = a_tree(eager)
+            want = eager.run(x, at, caches[1])
+            assert (m.run(x, at, caches[0]) - want).abs().max() < 1e-9
             assert caches[0].k.isfinite().all() and caches[0].v.isfinite().all()
         assert m.replays()
 
