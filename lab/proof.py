@@ -32,7 +32,7 @@ from control import Confidence, weight_costs
 from drafter import NGram
 from files import write_file
 from kvcache import KVCache, prefill
-from lab.bench.plain import TEXT, rehearsed, step
+from lab.bench.passes import TEXT, rehearsed, step
 from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, random_model
 from layerskip import SelfDraft, early_exit
 from machine.exact import Exact
