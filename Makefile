@@ -56,7 +56,6 @@ exercises: $(VENV)/dev
 	$(PY) exercises/check.py
 
 picture: $(VENV)/run
-	$(PY) docs/pictures.py
 	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --picture docs/run.svg
 	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --gamma 3 --temperature 0.8 --top-p 0.95 --page docs/run.html
 
@@ -89,7 +88,7 @@ results/search.json:
 	rm -f notebooks/landscape.npz
 	$(PY) -m lab.bench search --out results/search
 results/beyond.json:
-	$(PY) -m lab.bench beyond --twin weights/stories-plain --out results/beyond
+	$(PY) -m lab.bench beyond --out results/beyond
 results/real-%.json:
 	$(PY) -m lab.bench real --fast --quick 8 --model weights/$* --out results/real-$*
 results/%.json:

@@ -45,9 +45,9 @@ class Corpus:
     weights: list         # one for each training file: how often it is drawn, relative to its size
     tokenizer: Tokenizer
 
-    def batch(self, seed, step, rows, length, grid=1):
-        """Windows (rows, length + 1) at random places, or of these the multiples of `grid`. The
-        chance of a file is its weight times its size."""
+    def batch(self, seed, step, rows, length):
+        """Windows (rows, length + 1) at random places. The chance of a file is its weight times its
+        size."""
         g = torch.Generator().manual_seed(seed * 1_000_003 + step)
         streams = list(self.train.values())
         sizes = torch.tensor([len(s) for s in streams], dtype=torch.float64)
@@ -56,7 +56,7 @@ class Corpus:
         where = torch.rand(rows, generator=g, dtype=torch.float64).tolist()
         windows = []
         for file, u in zip(files, where, strict=True):
-            start = int(u * (len(streams[file]) - length)) // grid * grid
+            start = int(u * (len(streams[file]) - length))
             windows.append(streams[file][start : start + length + 1])
         return torch.stack(windows)
 

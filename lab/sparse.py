@@ -14,7 +14,6 @@ relatives.
 """
 import torch
 
-from control import best_gamma, expected_speedup
 from drafter import Drafter, chain
 from lab.aside import masks
 from layerskip import same_model
@@ -35,7 +34,7 @@ class SparseDraft(Drafter):
     itself, the last `window`.
 
     It drafts into the target's cache. What it writes there is rough, since other states make other
-    keys and values, and so it hands nothing over: the verifying pass runs the whole block anew, and
+    keys and values, and so it hands nothing over: the verifying pass runs the whole block again and
     overwrites it. The mask hides keys and does not skip them. Only a kernel that gathers would save
     time.
     """
@@ -60,35 +59,14 @@ class SparseDraft(Drafter):
         return chain(state, step, self.rule)
 
 
-# --- what it is worth, on paper
-
-
-def unread(costs, n, sinks, window):
-    """What a drafted token after n others does not read of their keys and values, in the unit of
-    the Costs. Where an attention has a window of its own, as Gemma-2's have, it has less to leave
-    out.
-
-    >>> from control import Costs
-    >>> unread(Costs((9.0, 9.0), 1.0, slot=2.0), 10, sinks=2, window=5)   # tokens 2 to 5, four
-    8.0
-    """
-    hidden = 0
-    for i in range(0, len(costs.sublayers), 2):     # the attentions
-        reach = n + 1 if costs.window is None or i % 4 else costs.window
-        hidden += max(0, n - window + 1 - max(sinks, n - reach + 1))
-    return hidden * costs.slot
-
-
 def step_cost(costs, n, sinks, window):
     """What a drafted token after n others costs relative to a pass of the target over one token, by
-    what each reads."""
-    whole = costs.pricing(range(len(costs.sublayers)))(n)
-    return (whole - unread(costs, n, sinks, window)) / whole
+    what each reads. Where an attention has a window of its own, as Gemma-2's have, a draft reads up
+    to `sinks` tokens less than is counted here.
 
-
-def promise(costs, n, alpha, sinks, window):
-    """(gamma, speed-up over plain decoding) of the best that the formula promises after n tokens,
-    if a drafted token is accepted with probability alpha; gamma is 0 where nothing is gained."""
-    cost = step_cost(costs, n, sinks, window)
-    gamma = best_gamma(alpha, cost)
-    return gamma, expected_speedup(alpha, gamma, cost)
+    >>> from control import Costs
+    >>> step_cost(Costs((9.0, 9.0), 2.0, slot=2.0), 10, sinks=2, window=5)    # 32 / 40
+    0.8
+    """
+    price = costs.pricing(range(len(costs.sublayers)))
+    return price(min(n, sinks + window - 1)) / price(n)

@@ -9,10 +9,8 @@ draft computes exactly what was trained.
 import argparse
 import math
 import shlex
-import signal
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,24 +19,22 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import checkpoint
-from files import note, replacing
+from files import replacing
 from lab import card, corpus
 from model import Config, Placement, Transformer
 from support import cli
 from support.texts import BOUNDARY
 
 STATE = "checkpoint.pt"
-EVERY = 300     # seconds between checkpoints
+EVERY = 120     # seconds between checkpoints
+KEPT = "step", "seconds", "loss", "before"      # of a Run
 CLIP = 1.0      # the greatest norm of a gradient
 SHAPE = {"layers": 12, "dim": 256, "heads": 4, "kv-heads": 2, "hidden": 704, "vocab": 4096}
 RECIPE = (      # (flag, default, lowest, highest, help)
-    ("dropout", 0.15, 0.0, 1.0, "how often the last sub-layer is dropped; the others less, the "
-     "earlier they come (LayerSkip, section 4.1)"),
-    ("exit-weight", 1.0, 0.0, 1e30, "of the early-exit loss relative to the final one (LayerSkip, "
-     "4.1)"),
-    ("distil", 0.5, 0.0, 1.0, "the share of the early-exit loss that imitates the model's own "
-     "final distribution instead of the labels, as acceptance compares the two (Kangaroo, arXiv "
-     "2404.18911)"),
+    ("dropout", 0.15, 0.0, 1.0, "how often the last sub-layer is dropped; earlier ones less"),
+    ("exit-weight", 1.0, 0.0, 1e30, "of the early-exit loss relative to the final one"),
+    ("distil", 0.5, 0.0, 1.0, "the share of the early-exit loss that imitates the final "
+     "distribution instead of the labels (Kangaroo, arXiv 2404.18911)"),
     ("shallow", 0.7, 0.0, 1.0, "how often the exit is a shallow one, where drafts come from (our "
      "choice; LayerSkip weighs deep exits more)"),
     ("shallow-end", 1 / 6, 0.0, 1.0, "the share of the blocks up to which an exit is shallow"))
@@ -48,8 +44,7 @@ STEPS = (
     ("batch", 16, 1, 2**20, "sequences of a step"),
     ("warmup", 100, 0, 2**40, "steps to the full rate"),
     ("lr", 3e-3, 1e-30, 1e30, "of AdamW: embeddings and norms"),
-    ("muon-lr", 0.02, 0.0, 1e30, "of Muon: matrices (Jordan et al. 2024); 0 leaves them to AdamW, "
-     "too"),
+    ("muon-lr", 0.02, 0.0, 1e30, "of Muon: matrices (Jordan et al. 2024); 0: AdamW learns all"),
     ("decay", 0.5, 1e-9, 1.0, "in the last P of the run both rates fall linearly to 2 %%"),
     ("seed", 0, 0, 2**40, ""))
 
@@ -58,8 +53,7 @@ STEPS = (
 
 
 def add_numbers(group, rows):
-    """A flag for each row (name, default, lowest, highest, help). Its type is that
-    of the lowest value."""
+    """A flag for each row (name, default, lowest, highest, help), of the lowest value's type."""
     for name, default, low, high, text in rows:
         group.add_argument(f"--{name}", type=number(low, high), default=default, metavar="N",
                            help=text)
@@ -77,39 +71,33 @@ def number(low, high):
 
 
 def command_line(module, argv):
-    """The command that begins a run, for its card and its checkpoint."""
+    """The command that began a run, for its card and its checkpoint."""
     return f"python -m {module} {shlex.join(word for word in argv if word != '--resume')}"
 
 
 def parse(argv):
     p = cli.Parser(description="Train a tiny Llama or Gemma-2 so that skipping works.",
                    allow_abbrev=False)
-    p.add_argument("--out", required=True, metavar="DIR", help="for the model, its card and its "
-                   "checkpoint")
-    p.add_argument("--resume", action="store_true", help="continue the run in --out; else as it "
-                   "was begun")
+    p.add_argument("--out", required=True, metavar="DIR",
+                   help="for the model, its card and its checkpoint")
+    p.add_argument("--resume", action="store_true",
+                   help="continue the run in --out from its last checkpoint")
     p.add_argument("--data", required=True, nargs="+", metavar="FILE[=W]",
                    help=f"documents separated by {BOUNDARY}, drawn W times as often")
-    p.add_argument("--valid", nargs="+", default=[], metavar="FILE",
-                   help="measure on these (default: "
-                   f"the last {corpus.HELD_OUT:.0%}% of each training file, which is then not "
-                   "trained on)")
-    p.add_argument("--start", metavar="DIR", help="train the model in DIR further, with its shape "
-                   "and tokenizer (continual pretraining), such as a model that cannot yet be left "
-                   "early")
-    p.add_argument("--tokenizer", metavar="DIR", help="take the tokenizer of DIR instead of "
-                   "training one")
+    p.add_argument("--valid", nargs="+", default=[], metavar="FILE", help="measure on these "
+                   f"(default: the last {corpus.HELD_OUT:.0%}% of each training file, held out)")
+    p.add_argument("--start", metavar="DIR", help="train the model in DIR further (continual "
+                   "pretraining), such as a model that cannot yet be left early")
+    p.add_argument("--tokenizer", metavar="DIR", help="take the tokenizer of DIR")
     p.add_argument("--family", choices=["llama", "gemma2"], default="llama")
     add_numbers(p.add_argument_group("shape"),
                 [(flag, size, 1, 2**20, f"(default: {size})") for flag, size in SHAPE.items()])
-    add_numbers(p.add_argument_group("recipe, after LayerSkip (arXiv 2404.16710), one random exit "
-                                     "a step (--dropout 0 --exit-weight 0 is plain training)"),
-                RECIPE)
+    add_numbers(p.add_argument_group("LayerSkip's recipe (arXiv 2404.16710), one random exit in a "
+                                     "step (plain training: --dropout 0 --exit-weight 0)"), RECIPE)
     add_numbers(p.add_argument_group("optimisation"), STEPS)
     p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     p.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16",
-                   help="of the products; "
-                   "weights are float32. A CPU without bfloat16 units is faster in float32")
+                   help="of the products; a CPU without bfloat16 units is faster in float32")
     a = p.parse_args(argv)
     a.command = command_line("lab.train", argv)
     for flag in ("tokenizer", "family", *SHAPE):
@@ -150,8 +138,9 @@ def losses(model, batch, sublayers, exit_layer=None, distil=0.0):
     the two (soft labels: Hinton et al. 2015, arXiv 1503.02531). No gradient flows into that target,
     because then the whole model would learn to be as simple as its exit.
     """
-    tokens, labels = batch[:, :-1].long(), batch[:, 1:].long().flatten()        # (B, T), (B*T,)
-    at, x = Placement.span(0, tokens.shape[1], tokens.device), model.embed(tokens)    # (B, T, dim)
+    labels = batch[:, 1:].flatten()                                             # (B*T,)
+    at = Placement.span(0, batch.shape[1] - 1, batch.device)
+    x = model.embed(batch[:, :-1])                                              # (B, T, dim)
     if exit_layer is not None:
         x = exit_x = model.run(x, at, sublayers=[i for i in sublayers if i < 2 * exit_layer])
     x = model.run(x, at, sublayers=[i for i in sublayers if i >= 2 * (exit_layer or 0)])
@@ -174,11 +163,11 @@ def evaluate(model, tokens, context, most):
     loss = 0.0
     agreed = 0.0
     for part in rows.split(max(1, 512 // context)):
-        trace, labels = dict.fromkeys(range(1, 2 * model.c.n_layers, 2)), part[:, 1:].flatten()
+        trace = dict.fromkeys(range(1, 2 * model.c.n_layers, 2))
         model.run(model.embed(part[:, :-1]), Placement.span(0, context, part.device), trace=trace)
-        # (L, B*T, V)
+        labels = part[:, 1:].flatten()                                          # (B*T,)
         logits = torch.stack([model.unembed(x).float().flatten(0, 1) for x in trace.values()])
-        right = logits.gather(2, labels.expand(len(logits), -1)[..., None])[..., 0]  # (L, B*T)
+        right = logits[:, torch.arange(len(labels)), labels]                    # (L, B*T)
         loss = loss + (logits.logsumexp(-1) - right).double().sum(1)
         best = logits.argmax(-1)
         agreed = agreed + (best == best[-1]).double().sum(1)
@@ -213,9 +202,13 @@ def first_model(a, tokenizer, device):
     return model.to(device)
 
 
+def adamw(weights, rate):
+    return torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+
+
 def long_enough(a, folder, device):
-    """(model, tokenizer) of a folder, in float32. Raises ValueError if its
-    context is below --context."""
+    """(model, tokenizer) of a folder, in float32. Raises ValueError if its context is below
+    --context."""
     model, tokenizer = checkpoint.load(folder, device, torch.float32)
     if a.context > model.c.max_len:
         raise ValueError(
@@ -224,48 +217,51 @@ def long_enough(a, folder, device):
 
 
 class Run:
-    """A model, its optimisers and what was done so far; one file, the checkpoint,
-    holds all of it."""
+    """A model, its optimisers and what was done so far. One file, the checkpoint, holds all of it.
+    Another kind of run has a `build`, an `objective`, an `evaluate` and a `finish` of its own."""
 
     def __init__(self, a, text, device):
-        self.model = first_model(a, text.tokenizer, device)
+        self.a = a
+        self.text = text
+        self.device = device
+        self.block = a.batch * a.context        # tokens of a step
+        self.steps = max(1, round(a.tokens / self.block))
+        self.step = 0
+        self.seconds = 0.0
+        self.loss = None        # of the last step
+        self.before = None      # what it was worth at the start
+        self.trained, self.optimisers = self.build()
+
+    def build(self):
+        """(the module whose weights learn, their optimisers)"""
+        a = self.a
+        self.model = first_model(a, self.text.tokenizer, self.device)
         matrices = [p for p in self.model.blocks.parameters() if p.dim() == 2 and a.muon_lr]
         chosen = set(map(id, matrices))
         rest = [p for p in self.model.parameters() if id(p) not in chosen]
         muon = [torch.optim.Muon(matrices, lr=a.muon_lr, weight_decay=0.0)] if matrices else []
-        adamw = torch.optim.AdamW(rest, lr=a.lr, betas=(0.9, 0.95), weight_decay=0.0)
-        self.start(a, text, device, self.model, [*muon, adamw])
-
-    def start(self, a, text, device, trained, optimisers):
-        """Nothing is done yet. `trained` is the module whose weights learn."""
-        self.a = a
-        self.text = text
-        self.device = device
-        self.trained = trained
-        self.optimisers = optimisers
-        self.block = a.batch * a.context        # tokens of a step
-        self.steps = max(1, round(a.tokens / self.block))
-        self.step, self.seconds, self.losses, self.before = 0, 0.0, [], None
+        return self.model, [*muon, adamw(rest, a.lr)]
 
     def progress(self):
         """From 0 to 1."""
         return min(1.0, self.step / self.steps)
 
-    def train_step(self):
+    def objective(self, batch):
+        """(what a step minimises, the loss that is shown) for windows (B, T+1)."""
         a = self.a
         g = torch.Generator().manual_seed(a.seed * 1_000_003 + self.step + 2**40)
         kept, exit_layer = choose(a, self.model.c.n_layers, g)
-        batch = self.text.batch(a.seed, self.step, a.batch, a.context).to(self.device)
-        exits = exit_layer if a.exit_weight else None
         with torch.autocast(self.device.type, torch.bfloat16, enabled=a.dtype == "bfloat16"):
-            final, exit_loss = losses(self.model, batch, kept, exits, a.distil)
-        self.update(final if exit_loss is None else final + a.exit_weight * exit_loss)
-        self.losses.append([final.item(), None if exit_loss is None else exit_loss.item(),
-                            exit_layer])
+            final, early = losses(self.model, batch, kept, exit_layer if a.exit_weight else None,
+                                  a.distil)
+        return final if early is None else final + a.exit_weight * early, final
 
-    def update(self, loss):
-        """One step of the optimisers down the gradient of the loss."""
-        a, left = self.a, 1 - self.progress()
+    def train_step(self):
+        """One step of the optimisers down the gradient of the objective."""
+        a = self.a
+        batch = self.text.batch(a.seed, self.step, a.batch, a.context)
+        loss, shown = self.objective(batch.long().to(self.device))
+        left = 1 - self.progress()
         scale = min(1.0, (self.step + 1) / max(1, a.warmup), max(0.02, left / a.decay))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.trained.parameters(), CLIP)
@@ -274,6 +270,7 @@ class Run:
             optimiser.step()
             optimiser.zero_grad()
         self.step += 1
+        self.loss = shown.item()
 
     def evaluate(self, tokens, most=8192):
         return evaluate(self.model, tokens, self.a.context, most)
@@ -281,23 +278,22 @@ class Run:
     # --- the checkpoint: one file, replaced as a whole
 
     def save(self):
-        state = {"command": self.a.command, "step": self.step, "seconds": self.seconds,
-                 "losses": self.losses, "before": self.before, "weights": self.trained.state_dict(),
+        state = {"command": self.a.command, **{key: getattr(self, key) for key in KEPT},
+                 "weights": self.trained.state_dict(),
                  "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
                  "text": vars(self.text) | {"tokenizer": self.text.tokenizer.to_str()}}
         with replacing(Path(self.a.out) / STATE) as path:
             torch.save(state, path)
 
     def restore(self, state):
-        """Go on where a run stopped."""
-        self.step, self.seconds, self.losses, self.before = (
-            state[key] for key in ("step", "seconds", "losses", "before"))
+        for key in KEPT:
+            setattr(self, key, state[key])
         self.trained.load_state_dict(state["weights"])
         for optimiser, own in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(own)
 
     def finish(self):
-        """Write the model in bfloat16, its picture and its card."""
+        """Write the model in bfloat16 and its card."""
         checkpoint.save(self.model.bfloat16(), Path(self.a.out), self.text.tokenizer)
         self.model.float()      # as the file holds it
         card.model_card(self,
@@ -318,8 +314,7 @@ def fresh_run(a, device, text):
 
 def open_run(a, fresh=fresh_run):
     """A fresh Run, or with --resume the one that --out holds. Raises ValueError where --out holds
-    anything else. fresh: makes a Run from the flags, the device, and the text of
-    the checkpoint or None."""
+    anything else. fresh(a, device, text of the checkpoint or None) makes a Run."""
     out, state, text = Path(a.out), None, None
     if out.exists() and any(out.iterdir()):
         if not (a.resume and (out / STATE).is_file()):
@@ -344,48 +339,26 @@ def open_run(a, fresh=fresh_run):
     return run
 
 
-@contextmanager
-def patient():
-    """Within it the first Ctrl-C, or SIGTERM, is only noted in the list that is yielded, so that a
-    step comes to its end. The second one ends the program at once."""
-    noted = []
-
-    def note_it(number, frame):
-        if noted:
-            raise KeyboardInterrupt
-        noted.append(number)
-
-    before = {number: signal.signal(number, note_it) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield noted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def train(run):
-    """Take the steps that are left, save a checkpoint every few minutes, and write what was
-    trained. After Ctrl-C the checkpoint holds all steps that were taken."""
-    started, saved = time.monotonic() - run.seconds, run.seconds
+    """Take the steps that are left, save a checkpoint every two minutes, and write what was
+    trained. A run that was killed goes on from its last checkpoint, and ends as any other."""
+    started = time.monotonic() - run.seconds
+    saved = run.seconds
     often = 1 if sys.stderr.isatty() else 60     # a file needs fewer lines
-    with patient() as noted, tqdm(total=run.steps * run.block, initial=run.step * run.block,
-                                  unit="tok", unit_scale=True, mininterval=often) as bar:
-        while run.progress() < 1 and not noted:
+    with tqdm(total=run.steps * run.block, initial=run.step * run.block, unit="tok",
+              unit_scale=True, mininterval=often) as bar:
+        while run.progress() < 1:
             run.train_step()
             run.seconds = time.monotonic() - started
-            loss = run.losses[-1][0]
-            if not math.isfinite(loss):
-                raise ValueError(f"the loss is {loss} at step {run.step}: try a lower --lr and "
+            if not math.isfinite(run.loss):
+                raise ValueError(f"the loss is {run.loss} at step {run.step}: try a lower --lr and "
                                  "--muon-lr")
-            bar.set_postfix_str(f"loss {loss:.2f}", refresh=False)
+            bar.set_postfix_str(f"loss {run.loss:.2f}", refresh=False)
             bar.update(run.block)
             if run.seconds - saved > EVERY:
                 saved = run.seconds
                 run.save()
     run.save()
-    if noted:
-        note("stopped", f"after step {run.step} of {run.steps}; the same flags and --resume go on")
-        raise KeyboardInterrupt
     run.finish()
 
 

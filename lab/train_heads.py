@@ -1,12 +1,10 @@
-"""Train heads on a frozen model, such as Kangaroo, EAGLE, M2R2, Medusa, Hidden Transfer and a
-prophet.
+"""Train heads on a frozen model: Kangaroo, EAGLE, M2R2, Medusa, Hidden Transfer and prophets.
 
     python -m lab.train_heads medusa --model DIR --out DIR/heads/medusa
 
-The teacher is the model itself. By default it also writes the text, at a low temperature, so that
-its heads learn what it says where they will draft, and nobody needs its training data. What a head
-learns to say is not the text but the model's whole distribution, because acceptance compares the
-two.
+The teacher is the model itself. It also writes the text, at a low temperature, so that its heads
+learn what it says where they will draft, and nobody needs its training data. What a head learns to
+say is not the text but the model's whole distribution, because acceptance compares the two.
 """
 import copy
 import json
@@ -21,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-from files import read_json, write_file
+from files import write_file
 from kvcache import KVCache
 from lab import card, corpus, train
 from lab.m2r2 import M2R2
@@ -34,15 +32,14 @@ from sampling import Coins, to_probs
 from speculative import generate
 from support import cli
 from support.chat import read_template
-from support.texts import BOUNDARY, read_texts
+from support.texts import read_texts
 
 EXIT = ("exit-layer", None, 0, 2**20, "after which block it reads (default: a sixth)")
 SHAPE = {  # the flags of each kind, as in train.add_numbers; a default of None depends on the model
     "kangaroo": [EXIT], "exit_block": [EXIT],
     "eagle": [("fused", 0, 0, 1,
                "1 to read the states after a quarter and half of the blocks, too")],
-    "m2r2": [EXIT, ("align", 0.1, 0.0, 1e30, "what the distance from the states further up counts, "
-                    "beside the distributions (default: 0.1)")],
+    "m2r2": [EXIT],
     "medusa": [("heads", 3, 1, 2**20, "how many (default: 3)"),
                ("markov", 64, 0, 2**20, "rank of a bias by the token before, 0 for none (default: "
                 "64)")],
@@ -60,7 +57,6 @@ RANKS = 5           # of how many ranks a head's acceptance is measured, for the
 OWN = "own text"    # the name of what the model writes itself
 ROWS = {"cpu": 32, "cuda": 512}     # texts that it writes at a time
 LONGEST = 128       # tokens of a question that it asks itself
-MEMORY = 2**31      # bytes of states that are kept
 
 
 # --- the command line
@@ -69,29 +65,21 @@ MEMORY = 2**31      # bytes of states that are kept
 def parse(argv):
     p = cli.Parser(add_help=False)      # what all kinds share
     p.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder")
-    p.add_argument("--out", required=True, metavar="DIR", help="for the heads; generate.py looks "
-                   "into heads/KIND in the model's folder")
-    p.add_argument("--resume", action="store_true", help="continue from the last checkpoint in "
-                   "--out")
-    p.add_argument("--start", metavar="DIR", help="begin with the heads in DIR and their draft "
-                   "vocabulary: more text, in another run")
-    p.add_argument("--vocab", type=train.number(1, 2**30), metavar="N",
-                   help="learn to say only the "
-                   "text's N most frequent tokens: with a large vocabulary many times cheaper; "
+    p.add_argument("--out", required=True, metavar="DIR",
+                   help="for the heads; generate.py looks into heads/KIND in the model's folder")
+    p.add_argument("--resume", action="store_true",
+                   help="continue the run in --out from its last checkpoint")
+    p.add_argument("--vocab", type=train.number(1, 2**30), metavar="N", help="learn to say only "
+                   "the text's N most frequent tokens: with a large vocabulary many times cheaper; "
                    f"writes {VOCAB} beside the heads")
     p.add_argument("--loss", choices=LOSSES, default="overlap", help="overlap: what acceptance "
                    "counts, the distance of p and q, and a tenth of cross-entropy (DSpark); kl: "
                    "KL(p || q)")
-    p.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]",
-                   help="documents separated by "
-                   f"{BOUNDARY}, drawn W times as often (default: what the model writes)")
-    p.add_argument("--prompts", nargs="+", default=[], metavar="FILE",
-                   help="it writes answers to these, "
-                   'lines of {"prompt": text}, by its chat template')
-    p.add_argument("--ask", type=train.number(0, 2**30), default=0, metavar="N",
-                   help="it also answers N "
-                   "questions of its own: what it writes where the template has the user speak "
-                   "(Magpie)")
+    p.add_argument("--prompts", nargs="+", default=[], metavar="FILE", help="it writes answers to "
+                   'these, lines of {"prompt": text}, by its chat template')
+    p.add_argument("--ask", type=train.number(0, 2**30), default=0, metavar="N", help="it also "
+                   "answers N questions of its own: what it writes where the template has the user "
+                   "speak (Magpie)")
     p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     steps = [row for row in train.STEPS if row[0] != "muon-lr"]
     for title, rows in (("text", TEXT), ("optimisation", steps)):
@@ -104,17 +92,13 @@ def parse(argv):
         train.add_numbers(one.add_argument_group("shape"), SHAPE[kind])
     a = whole.parse_args(argv)
     a.command = train.command_line("lab.train_heads", argv)
-    for flag in ("text", "temperature", "opening", "prompts", "ask"):
-        if a.data and getattr(a, flag) != p.get_default(flag):
-            raise ValueError(f"--{flag} is about what the model writes, and --data names other "
-                             "texts: leave one of them out")
     if a.kind == "medusa" and a.vocab and a.markov:
         raise ValueError("the bias by the token before is of all tokens: --vocab goes with "
                          "--markov 0")
     return a
 
 
-def build(a, model):
+def fresh_head(a, model):
     """The head that the flags ask for, fresh."""
     L = model.c.n_layers
     usual = {"exit_layer": max(1, L // 6), "inject_layer": L // 2}
@@ -138,7 +122,9 @@ def questions(folder, model, tokenizer, count, seed):
     """What a chat model writes, at temperature 1, where its template has the user speak (Magpie,
     arXiv 2406.08464, section 2). Those that do not end are left out. Raises ValueError if none of
     many ends."""
-    mark, coins, found = "\0", Coins(seed), []
+    mark = "\0"
+    coins = Coins(seed)
+    found = []
     begun = read_template(folder)([{"role": "user", "content": mark}]).partition(mark)[0]
     begun = [checkpoint.encode(tokenizer, begun, special=False)] * ROWS[model.tok.device.type]
     while len(found) < count:
@@ -157,10 +143,12 @@ def write_text(model, count, seed, length, temperature=1.0, opening=0, prompts=N
     `opening` of each at 1, one text after the other, each from a begin-of-text id to its end or to
     `length` tokens. (N,) int32. prompts: what it answers instead, again and again, because a chat
     model says little unasked."""
-    c, ids, coins = model.c, [], Coins(seed)
+    c = model.c
+    ids = []
+    coins = Coins(seed)
     if c.bos is None and not prompts:
-        raise ValueError("this model has no begin-of-text id to start a text with: name texts with "
-                         "--data")
+        raise ValueError("this model has no begin-of-text id to start a text with: give it "
+                         "--prompts")
     begun = cycle(prompts or [[c.bos]])
     with tqdm(total=int(count), desc="writing", unit="tok", unit_scale=True, disable=None) as bar:
         while len(ids) < count:
@@ -189,44 +177,20 @@ class Rows(StandIn):
         return self.model.unembed(x, self.rows)
 
 
-def judged(head, tokens, memory=None):
+def judged(head, tokens):
     """What a head and its model say of the same tokens of texts (B, T): for each step of the head
-    raw logits (B, N, V) of both, its own with gradients. The model's pass is computed once, and
-    without them.
-
-    memory: a dict that keeps the states of each text, up to MEMORY bytes of them, so that a text
-    that comes again costs no pass. A head that reads the model's keys and values has
-    no use for it."""
-    model, T = head.model, tokens.shape[1]
-    taps = sorted({*head.taps, 2 * model.c.n_layers - 1})
-
-    def read(rows):     # (len(taps), len(rows), T, dim), and the cache
-        cache = KVCache(model.c, len(rows), T, model.attention_dtype(), tokens.device)
-        trace = dict.fromkeys(taps)
-        model.run(model.embed(rows), Placement.span(0, T, rows.device), cache, trace=trace)
-        return torch.stack(list(trace.values())), cache
-
+    raw logits (B, N, V) of both, its own with gradients. The model's pass has none."""
+    model = head.model
+    B, T = tokens.shape
+    last = 2 * model.c.n_layers - 1
     with torch.no_grad():
-        if memory is None or isinstance(head, (M2R2, Transfer)):
-            states, cache = read(tokens)
-        else:
-            states = torch.cat([remembered(memory, row, read) for row in tokens.split(1)], 1)
-            cache = None
-        trace = dict(zip(taps, states, strict=True))
-        target = model.unembed(states[-1])                                      # (B, T, V)
+        cache = KVCache(model.c, B, T, model.attention_dtype(), tokens.device)
+        trace = dict.fromkeys([*head.taps, last])
+        model.run(model.embed(tokens), Placement.span(0, T, tokens.device), cache, trace=trace)
+        target = model.unembed(trace[last])                                     # (B, T, V)
     # row n is of the token k places after the next
     for k, said in head.predict(tokens, trace, cache):
         yield said, target[:, k : k + said.shape[1]]
-
-
-def remembered(memory, row, read):
-    """The states of one text (1, T), read alone, so that they do not depend on what
-    is read beside it."""
-    key = row.cpu().numpy().tobytes()
-    states = memory[key] if key in memory else read(row)[0]
-    if states.nbytes * (1 + len(memory)) <= MEMORY:
-        memory[key] = states
-    return states
 
 
 def kl(logp, logq):
@@ -236,8 +200,7 @@ def kl(logp, logq):
 
 def overlap(logp, logq):
     """The distance |p - q|, which is twice the chance of a rejection, and a tenth of cross-entropy,
-    without which a q that gives p's tokens nothing would have no gradient
-    (DeepSpec's DSpark, its loss.py)."""
+    without which a q that gives p's tokens nothing would have no gradient (DeepSpec's DSpark)."""
     p = logp.exp()
     return 0.9 * (p - logq.exp()).abs().sum(-1) - 0.1 * (p * logq).sum(-1)
 
@@ -246,11 +209,11 @@ def overlap(logp, logq):
 LOSSES = {"kl": (kl, 0.8), "overlap": (overlap, math.exp(-1 / 4))}  # Medusa, section 2.2.1; DSpark
 
 
-def losses(head, batch, memory=None, loss=kl):
+def losses(head, batch, loss=kl):
     """How far the head's distributions lie from the model's, as `loss` has it, at each step of the
-    head, averaged over the texts (B, T). For `memory` see `judged`."""
+    head, averaged over the texts (B, T)."""
     return [loss(target.float().log_softmax(-1), said.float().log_softmax(-1)).mean()
-            for said, target in judged(head, batch, memory)]
+            for said, target in judged(head, batch)]
 
 
 @torch.no_grad()
@@ -258,15 +221,15 @@ def evaluate(head, tokens, context, most):
     """What a head is worth on the first `most` tokens, cut into windows: of each of its steps the
     "loss", the "agreement" of its best token with the model's and the "overlap", the sum of min(p,
     q). "ranks": the greedy acceptance of its first, second, ... guess, averaged over its steps."""
-    windows, total = corpus.windows(tokens, context, most, context).to(head.model.tok.device), 0.0
+    windows = corpus.windows(tokens, context, most, context).to(head.model.tok.device)
+    total = 0.0
     for rows in windows.split(max(1, 1024 // context)):
         found = []
         for said, target in judged(head, rows):
             logp, logq = target.float().log_softmax(-1), said.float().log_softmax(-1)
             p, q = logp.exp(), logq.exp()
             ranks = rank_acceptance(to_probs(target), q, min(RANKS, q.shape[-1]))
-            # of tokens that it may say
-            far = (p * (logp - logq)).masked_fill(q == 0, 0.0).sum(-1).mean()
+            far = (p * (logp - logq)).masked_fill(q == 0, 0.0).sum(-1).mean()   # if it may say it
             found.append([float(far), float(torch.minimum(p, q).sum(-1).mean()), *ranks])
         total = total + len(rows) * torch.tensor(found, dtype=torch.float64)
     loss, overlap, *ranks = (total / len(windows)).T.tolist()       # lists over the steps
@@ -278,40 +241,37 @@ class Run(train.Run):
     """A head, its optimiser and what was done so far, kept as lab/train.py keeps a model."""
 
     def __init__(self, a, model, text, device):
-        self.model, self.head, self.vocab = model, build(a, model), None
-        self.memory = {} if device.type == "cpu" else None  # on a GPU reading is faster than that
+        self.model = model
+        self.head = fresh_head(a, model)
+        super().__init__(a, text, device)
+
+    def build(self):
+        a = self.a
+        self.vocab = None
         self.taught = copy.copy(self.head)  # with --vocab it and its model say only those tokens
-        if a.start:
-            self.head.weights.load_state_dict(heads.load(a.start, model,
-                                                         KINDS).weights.state_dict())
         if a.vocab:
-            kept = a.start and cli.read_beside(Path(a.start) / VOCAB, read_json)
-            self.vocab = kept or most_frequent([row.tolist() for row in text.train.values()],
-                                               a.vocab)
-            rows = ShortHead(model, self.vocab["ids"]).rows
+            texts = [row.tolist() for row in self.text.train.values()]
+            self.vocab = most_frequent(texts, a.vocab)
+            rows = ShortHead(self.model, self.vocab["ids"]).rows
             for part in {"model", "own"} & vars(self.head).keys():
                 setattr(self.taught, part, Rows(getattr(self.head, part), rows))
-        trained = self.head.weights
-        self.start(a, text, device, trained, [
-            torch.optim.AdamW(trained.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.0)])
+        return self.head.weights, [train.adamw(self.head.weights.parameters(), a.lr)]
 
-    def train_step(self):
-        a = self.a
-        # the same windows come again and again, so that the model reads each of them once only
-        batch = self.text.batch(a.seed, self.step, a.batch, a.context - 1, grid=a.context)
-        measure, fade = LOSSES[a.loss]
-        found = losses(self.taught, batch.long().to(self.device), self.memory, measure)
-        loss = (sum(fade**k * far for k, far in enumerate(found))
-                / sum(fade**k for k in range(len(found))))
-        self.update(loss + self.taught.besides() if isinstance(self.taught, M2R2) else loss)
-        self.losses.append([sum(loss.item() for loss in found) / len(found), None, None])
+    def objective(self, batch):
+        measure, fade = LOSSES[self.a.loss]
+        found = losses(self.taught, batch[:, :-1], measure)
+        weights = [fade**k for k in range(len(found))]
+        loss = sum(w * far for w, far in zip(weights, found, strict=True)) / sum(weights)
+        if isinstance(self.taught, M2R2):
+            loss = loss + self.taught.besides()
+        return loss, sum(found).detach() / len(found)
 
     def evaluate(self, tokens, most=MEASURED):
         head = heads.shorter(self.head, self.vocab["ids"]) if self.vocab else self.head
         return evaluate(head, tokens, self.a.context, most)
 
     def finish(self):
-        """Write the heads in bfloat16, their picture and their card."""
+        """Write the heads in bfloat16 and their card."""
         out = Path(self.a.out)
         self.head.weights.bfloat16().float()    # as the file will hold them
         tables = {name: self.evaluate(s, 4 * MEASURED) for name, s in self.text.valid.items()}
@@ -326,10 +286,8 @@ class Run(train.Run):
 def fresh_run(a, device, text):
     """As `train.fresh_run`."""
     model, tokenizer = train.long_enough(a, a.model, device)
-    build(a, model)     # a wrong shape is refused before minutes of writing
-    if text is None and a.data:
-        text = corpus.read(a.data, [], a.context, tokenizer=tokenizer)
-    elif text is None:
+    fresh_head(a, model)    # a wrong shape is refused before minutes of writing
+    if text is None:
         asked = [text for name in a.prompts for text in read_texts(Path(name), "prompt", "\n")]
         asked += questions(a.model, model, tokenizer, a.ask, a.seed) if a.ask else []
         prompts = ask(a.model, tokenizer, asked) if asked else None

@@ -26,7 +26,7 @@ class TransferDraft(MedusaDraft):
     def last(self, state):
         """The final states of each row's pseudo states. (B, N, dim)"""
         head, N = self.head, max(1, min(self.head.steps, max(state.room)))
-        if head.taps:
+        if head.shape["inject_layer"] > 0:
             x = super().last(state)                                             # (B, 1, dim)
         else:
             x = head.model.embed(state.read((state.n[:, None] - 2).clamp(min=0)))
@@ -54,7 +54,7 @@ class Transfer(Head):
         self.model = model
         self.shape = {"inject_layer": inject_layer, "steps": steps}
         self.steps = steps
-        self.taps = [2 * inject_layer - 1] * (inject_layer > 0)
+        self.taps = [2 * max(1, inject_layer) - 1]
         self.weights = own_weights(model, matrix=torch.eye(dim).repeat(steps, 1, 1),
                                    bias=torch.zeros(steps, dim))
         # one pass of them for all rows

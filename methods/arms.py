@@ -3,7 +3,7 @@ draft by calibrated confidence."""
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from control import MOST, expected_tokens
 from drafter import Drafter, ModelDraft, Rule
@@ -32,7 +32,7 @@ class Calibrated(Rule):
 
     def __init__(self, bars=None, gamma=MOST, prior=0.5, tests=0):
         super().__init__(gamma)
-        self.bars = [0.3] * gamma if bars is None else bars
+        self.bars = bars or [0.3] * gamma
         self.asks = True    # without that, a draft ends where it is longest
         self.sure = []      # [token][row]: the tenth of its confidence
         self.reach = []     # by row, the chance that all tokens so far, and the next, are right
@@ -55,8 +55,8 @@ class Calibrated(Rule):
         sure = raw_probs(logits).amax(-1).nan_to_num(0.0)   # NaN is no index; the loop reports it
         tenths = [int(10 * chance) for chance in sure.tolist()]
         self.sure.append(tenths)
-        trust = [self.trust[i].mean() for i in tenths]
-        self.reach = [reach * chance for reach, chance in zip(self.reach, trust, strict=True)]
+        self.reach = [reach * self.trust[i].mean()
+                      for reach, i in zip(self.reach, tenths, strict=True)]
         return [reach < self.bars[k] for reach in self.reach]
 
     def learn(self, state, r):
@@ -112,6 +112,10 @@ class Arm:
     longest: int = MOST
     asking: float = 0.0
 
+    def further(self, n):
+        """The cost of each token after the first."""
+        return self.drafting(n, 2) - self.drafting(n, 1)
+
     def alone(self, longest, asks=False):
         """Its drafter without Pace, for drafts of this length. With asks, its rule is asked, but
         never stops."""
@@ -120,15 +124,21 @@ class Arm:
         drafter.rule.asks = asks
         return drafter
 
-    def further(self, n):
-        """The cost of each token after the first."""
-        return self.drafting(n, 2) - self.drafting(n, 1)
-
 
 def by_token(price):
     """The `drafting` of an Arm whose tokens each cost price(n)."""
     price = lru_cache(1)(price)     # a round asks for the same n many times
     return lambda n, g: g * price(n)
+
+
+def with_reading(drafting, drafter, own, once, costs):
+    """The `drafting` of an Arm whose drafter first reads what was written since it last drafted. A
+    token of that costs `own`, and `once` if it is the only one."""
+    def cost(n, g):
+        unread = costs.pass_cost(max(1, drafter.unread), len(drafter.held))
+        return own * (unread - 1) + once * (g > 0) + drafting(n, g)
+
+    return cost
 
 
 def self_draft(name, model, sublayers, costs):
@@ -151,40 +161,27 @@ def head_draft(head, costs, vocab=None):
     drafter = head.drafter(rule)
     drafting = by_token(pricing(head, costs))
     if isinstance(drafter, Reader):
-        trunk = head.price.trunk
-        own = sum(costs.sublayers[: 1 if trunk else 2]) / costs.whole
         # an adapter reads one token even if it missed none; EAGLE's block drafts with that one
-        drafting = with_reading(drafting, drafter, own, own if trunk else 0.0, costs)
+        own = sum(costs.sublayers[: 1 if head.price.trunk else 2]) / costs.whole
+        drafting = with_reading(drafting, drafter, own, own * (head.price.trunk > 0), costs)
     return Arm(head.kind.replace("_", " "), drafter, drafting, longest)
-
-
-def with_reading(drafting, drafter, own, once, costs):
-    """The `drafting` of an Arm whose drafter first reads what was written since it last drafted. A
-    token of that costs `own`, and `once` if it is the only one."""
-    def cost(n, g):
-        unread = costs.pass_cost(max(1, drafter.unread), len(drafter.held))
-        return own * (unread - 1) + once * (g > 0) + drafting(n, g)
-
-    return cost
 
 
 def quantised(twin, c, costs):
     """The Arm of a quantised copy of the model, whose step takes c of the model's own."""
     every = range(2 * twin.c.n_layers)
     whole = costs.pricing(every)
-
-    def price(n):       # a longer text costs both the same
-        return (c * costs.whole + whole(n) - whole(costs.context)) / whole(n)
-
+    saved = (1 - c) * costs.whole       # a longer text costs both the same
     rule = Calibrated(prior=0.9, tests=KNOWN)
-    return Arm("quantised copy", SelfDraft(twin, every, rule), by_token(price))
+    drafting = by_token(lambda n: 1 - saved / whole(n))
+    return Arm("quantised copy", SelfDraft(twin, every, rule), drafting)
 
 
 def smaller(model, c, costs):
     """The Arm of a smaller model, whose step takes c of the target's, however long the text is."""
     drafter = ModelDraft(model, Calibrated())
-    drafting = with_reading(lambda n, g: g * c, drafter, c, 0.0, costs)
-    return Arm("small model", drafter, drafting)
+    return Arm("small model", drafter,
+               with_reading(by_token(lambda n: c), drafter, c, 0.0, costs))
 
 
 def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None, small=None):
@@ -203,8 +200,9 @@ def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None, small=
     if small:
         models.append(smaller(*small, costs))
     if heads:
-        arms = [head_draft(head, costs, vocab) for head in heads]
-        return [max(arms, key=partial(promised, costs)), *models]
+        best = max((head_draft(head, costs, vocab) for head in heads),
+                   key=lambda arm: promised(arm, costs))
+        return [best, *models]
     short = ShortHead(model, vocab) if vocab else model
     drafts = {}
     if not models:      # an exit only pays on a model that was trained for it
@@ -215,11 +213,8 @@ def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None, small=
     return [self_draft(name, short, subs, costs) for name, subs in drafts.items()] + models
 
 
-def promised(costs, arm):
+def promised(arm, costs):
     """The highest expected speed-up of an arm, by what its rule knows so far."""
     alpha = arm.drafter.rule.skill.mean()
-    gains = []
-    for g in range(1, 1 + arm.longest):
-        cost = arm.drafting(0, g) + costs.pass_cost(1 + g)
-        gains.append(expected_tokens(alpha, g) / cost)
-    return max(gains)
+    return max(expected_tokens(alpha, g) / (arm.drafting(0, g) + costs.pass_cost(1 + g))
+               for g in range(1, 1 + arm.longest))

@@ -3,7 +3,7 @@ it.
 
 A head learns to predict the model's next tokens from states that the model computes anyway. The
 model does not change, and neither does its text. Each kind has a file of its own, which says what
-it is, what it learns to predict, and how it drafts.
+it learns to predict and how it drafts.
 """
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ def graft(model, first, count, hidden_dim=None, kind=Transformer):
 
 @dataclass(frozen=True)
 class Price:
-    """What one drafted token costs, in `trunk` blocks of the model, `weights` of the head's own and
+    """What one drafted token costs: `weights` of the head's own, `trunk` blocks of the model and
     the share `output` of the output head. `reads` tells whether its attention covers the whole
     text, and `longest` is the longest draft."""
     weights: float
@@ -65,12 +65,7 @@ class Price:
 
 
 class Head:
-    """What all kinds share, and what a new kind declares.
-
-    It has `predict(tokens (B, T), trace, cache)` for training, which yields (k, logits (B, N, V)):
-    row n is what the head says of the token k places after the next one. trace holds the target's
-    states at `taps`, and cache its keys and values of the text. For drafting it has `chains`.
-    """
+    """What all kinds share, and what a new kind declares."""
     kind = ""           # its name
     shape = {}          # the arguments of its constructor
     model = None        # the frozen model
@@ -90,6 +85,9 @@ class Head:
         return sum(p.numel() for p in self.weights.parameters())
 
     def predict(self, tokens, trace, cache):
+        """What training compares with the target. Yields (k, logits (B, N, V)), where row n is what
+        the head says of the token k places after the next one. tokens (B, T) are the text, trace
+        holds the target's states at `taps`, and cache its keys and values."""
         raise NotImplementedError
 
     def chains(self, rule):
@@ -105,66 +103,79 @@ class Head:
         return self.chains(rule)
 
 
-# --- drafting: a head gets what it reads as `taps` of the prompt and of every round, so it follows
-# the text even when another drafter drafts
+# --- drafting
 
 
-class Reader(Drafter):
-    """A drafter with its own block, whose cache holds the text and, while it drafts, its draft.
-
-    It notes the target's states of all written tokens, even in rounds in which another drafter
-    drafts, and its block reads them before its own next draft. After two such rounds:
+class HeadDraft(Drafter):
+    """The drafter of a head. It notes the target's states of all tokens that the target has run,
+    even in rounds in which another drafter drafts:
 
         slot      0  1  2  3  4  5  6
         token     a  b  c  d  e  f  g       g is the last known token, which the target has not run
         noted     a  b  c  d  e  f  .       the target's state of each (a slot later if late = 1)
-        cache     a  b  c  .  .  .  .       3 slots are held; d, e and f are unread
-
-    In a batch, all rows re-read as many tokens as the row that is furthest behind, because reading
-    a token again is harmless. What a rejected draft left in the cache is overwritten before it is
-    read.
     """
-    # the block reads the state of a token together with the token that many places after it
-    late = 0
+    late = 0    # how many places after its token a state is read
 
     def __init__(self, head, *args):
         super().__init__(*args)
         self.head = head
-        self.own = head.own
         self.taps = head.taps
-        self.unread = 0
-        self.held = [0]     # of each row: how many slots of the cache agree with the text
-        self.widest = self.own.widest
 
     def begin(self, state, trace):
         same_model(self.head.model, state)
         super().begin(state, trace)
         x = self.head.state(trace)                                              # (B, T, taps * dim)
         B, T, dim = x.shape
-        S = state.tokens.shape[1]
         self.rows = torch.arange(B, device=x.device)[:, None]                   # (B, 1)
-        self.noted = x.new_zeros(B, S, dim)
+        self.noted = x.new_zeros(B, state.tokens.shape[1], dim)                 # (B, S, taps * dim)
         self.noted[:, self.late : self.late + T] = x
-        self.cache = KVCache(self.own.c, B, S, self.own.attention_dtype(), x.device)
-        for first in range(0, T, 256):
-            at = Placement.span(first, min(first + 256, T), x.device)
-            self.own.run(self.inputs(state, at.slots), at, self.cache, [0])
-        self.held = [len(text) - 1 for text in state.known]
-        self.unread = self.late
 
     def observe(self, state, r):
         super().observe(state, r)
         x = self.head.state(r.trace)  # (B, K+1, taps * dim)
-        T = x.shape[1]
-        lengths = [len(row) for row in r.new]
-        if len(lengths) == 1:   # the round of one row is a slice, which is faster
-            first = len(state.known[0]) - lengths[0] + self.late - 1
-            self.noted[:, first : first + T] = x
-        else:
-            steps = torch.arange(self.late - 1, self.late - 1 + T, device=x.device)
-            slots = state.after(steps - state.send(lengths)[:, None])
-            self.noted[self.rows, slots] = x    # `scatter_` takes eight times as long
-        missing = [len(text) - held for text, held in zip(state.known, self.held, strict=True)]
+        # trap: within `Then`, r.accepted counts only this drafter's part
+        lengths = state.send([len(row) for row in r.new])
+        steps = torch.arange(x.shape[1], device=x.device) + self.late - 1
+        slots = state.after(steps - lengths[:, None])
+        self.noted[self.rows, slots] = x    # `scatter_` takes eight times as long
+
+    def last(self, state):
+        """The state of each row's last token read. (B, 1, taps * dim)"""
+        # a prompt of one token has no token before D: its first draft uses D's own state
+        return pick(self.noted, (state.n[:, None] - 2).clamp(min=0))
+
+
+class Reader(HeadDraft):
+    """A HeadDraft with its own block, whose cache holds the text and, while it drafts, its draft.
+
+    The block reads the noted states before its own next draft. In the picture above, after two
+    rounds of other drafters, it holds the slots of a, b and c, and d, e and f are unread. In a
+    batch, all rows re-read as many tokens as the row that is furthest behind, because reading a
+    token again is harmless. What a rejected draft left in the cache is overwritten before it is
+    read.
+    """
+
+    def __init__(self, head, *args):
+        super().__init__(head, *args)
+        self.own = head.own
+        self.unread = 0
+        self.held = [0]     # of each row: how many slots of the cache agree with the text
+        self.widest = self.own.widest
+
+    def begin(self, state, trace):
+        super().begin(state, trace)
+        device = self.noted.device
+        self.cache = KVCache(self.own.c, *state.tokens.shape, self.own.attention_dtype(), device)
+        T = max(state.lengths)
+        for first in range(0, T, 256):
+            at = Placement.span(first, min(first + 256, T), device)
+            self.own.run(self.inputs(state, at.slots), at, self.cache, [0])
+        self.held = [n - 1 for n in state.lengths]
+        self.unread = self.late
+
+    def observe(self, state, r):
+        super().observe(state, r)
+        missing = [n - held for n, held in zip(state.lengths, self.held, strict=True)]
         self.unread = self.late - 1 + max(missing)
 
     def inputs(self, state, slots):
@@ -178,32 +189,6 @@ class Reader(Drafter):
             stop = min(start + self.widest, self.late)
             at, last = state.back(stop - start, stop)
             x = self.own.run(self.inputs(state, at.slots), at, self.cache, sublayers)
-        self.held = [len(text) - 1 + self.late for text in state.known]
+        self.held = [n - 1 + self.late for n in state.lengths]
         self.unread = 0
         return pick(x, last)
-
-
-class LastState(Drafter):
-    """Keeps the state of the last token read."""
-
-    def __init__(self, head, rule):
-        super().__init__(rule)
-        self.head = head
-        self.taps = head.taps
-
-    def begin(self, state, trace):
-        same_model(self.head.model, state)
-        super().begin(state, trace)
-        # a prompt of one token has no token before D: its first draft uses D's own state
-        self.trace = trace
-        self.index = [max(0, len(text) - 2) for text in state.known]
-
-    def observe(self, state, r):
-        super().observe(state, r)
-        # trap: within `Then`, r.accepted counts only this drafter's part
-        self.trace = r.trace
-        self.index = [max(0, len(row) - 1) for row in r.new]
-
-    def last(self, state):
-        """The state of each row's last token read. (B, 1, dim)"""
-        return pick(self.trace[self.taps[0]], state.send(self.index)[:, None])

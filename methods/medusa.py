@@ -1,11 +1,13 @@
 """Medusa (arXiv 2401.10774) has a head for each of the next tokens, all of which read one state."""
+from itertools import accumulate
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from drafter import chain
-from methods.base import Head, LastState, Price, unit
-from methods.trees import branch
+from methods.base import Head, HeadDraft, Price, unit
+from methods.trees import Tree, siblings
 
 
 class Medusa(Head):
@@ -52,12 +54,12 @@ class Medusa(Head):
         return MedusaDraft(self, rule, shape)
 
 
-class MedusaDraft(LastState):
+class MedusaDraft(HeadDraft):
     """Drafts all tokens at once, since none depends on the others.
 
-    `shape` is None for a chain, or else the parents of a tree, as `methods.trees.best_tree` makes
-    them. All rows draft as many of its levels as the rule says for any row. Raises ValueError for
-    more levels than heads.
+    `shape` is None for a chain, or the parents of a tree, level by level, as
+    `methods.trees.best_tree` makes them. All rows draft as many of its levels as the rule says for
+    any row. Raises ValueError for more levels than heads.
     """
 
     def __init__(self, head, rule, shape=None):
@@ -79,3 +81,24 @@ class MedusaDraft(LastState):
         if said and self.shape:
             return branch(state, draft, torch.cat(said, 1), self.shape)
         return draft
+
+
+def branch(state, draft, logits, parents):
+    """The Tree that grows from a drawn chain (B, K) and the raw logits of each of its places
+    (B, K, V). A node's child number i is choice number i for its level, so all families of a level
+    hold the same tokens. The text stays exact, because only one of the families is tried. Levels
+    deeper than the chain are left out."""
+    K = draft.tokens.shape[1]
+    depths = [0]
+    nodes = []                              # (depth, rank among its siblings)
+    for k, parent in enumerate(parents):
+        depths.append(depths[parent] + 1)
+        if depths[-1] <= K:
+            nodes.append((depths[-1], parents[:k].count(parent)))
+    ranks = range(1, 1 + max(rank for _, rank in nodes))
+    widths = [max(depth for depth, rank in nodes if rank == r) for r in ranks]
+    tokens, q = siblings(draft, logits, widths, state.coins)                # (B, K+S), (B, K+S, V)
+    starts = [0, *accumulate(widths, initial=K)]        # the first column of each rank
+    columns = [starts[rank] + depth - 1 for depth, rank in nodes]
+    columns, parents = state.send([columns, parents[: len(nodes)]]).unbind()
+    return Tree(tokens[:, columns], q[:, columns], parents=parents[None])

@@ -7,8 +7,7 @@ Guarantee: a round begins only if the balance covers its cost with nothing accep
 never falls below 0. Hence cost <= STAKE + (1 + RISK) x tokens, however bad the drafts are.
 """
 from collections import Counter
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import pairwise, takewhile
 
 from control import MOST, weight_costs
 from drafter import Drafter, Wrapper
@@ -21,19 +20,6 @@ RISK = 0.005    # what exploring may cost, as a share of plain decoding
 MARGIN = 0.05   # an arm must promise this much more than plain decoding
 REST = 0.01     # of a round: choosing takes no more of it, nor does a stop rule
 COPY = 7  # tokens that may be copied: with the last one a block of eight, as recorded ones are
-
-
-class Forecast(NamedTuple):
-    """What is known before a round begins."""
-    n: int          # tokens of the longest text
-    room: int       # the longest draft
-    grown: float    # the cost of a pass over one token now, relative to one in a short text
-
-
-class Choice(NamedTuple):
-    """The arm that drafts in a round, and what the round costs if it drafts 0, 1, ... tokens."""
-    arm: Arm
-    costs: list
 
 
 class Pace(Wrapper):
@@ -54,8 +40,8 @@ class Pace(Wrapper):
         self.most = most
         self.arms = candidates(model, self.costs) if arms is None else list(arms)
         self.lookup = Suffix(COPY, factor=4.0)      # Pace itself cuts what is too long
-        self.nothing = Arm("nothing", Drafter(), lambda n, g: 0.0)
         self.copying = Arm("suffix", self.lookup, lambda n, g: 0.0)
+        self.nothing = Arm("nothing", Drafter(), lambda n, g: 0.0)
         super().__init__(*(arm.drafter for arm in self.arms), self.lookup)
         self.whole = self.costs.pricing(range(2 * model.c.n_layers))
         self.thinking = self.costs.thinking / self.costs.whole
@@ -63,14 +49,20 @@ class Pace(Wrapper):
         self.copied = Copies()
         self.balance = STAKE
         self.chosen = Counter()
-        self.now = Forecast(0, most, 1.0)
-        self.choice = Choice(self.nothing, [1.0])
-        self.found = []         # of each row: what suffix lookup would copy
+        # what is known before a round
+        self.n = 0              # tokens of the longest text
+        self.room = most        # the longest draft
+        self.grown = 1.0        # the cost of a pass over one token, relative to one in a short text
         self.passes = []        # the cost of a pass over 0, 1, 2, ... tokens of each row
-        self.written = []       # of each row: how many tokens
+        self.found = []         # of each row: what suffix lookup would copy
+        # the choice: the arm that drafts, and what the round costs if it drafts 0, 1, ... tokens
+        self.arm = self.nothing
+        self.round_costs = [1.0]
+        self.holds = 0          # rounds for which it still holds
+        self.steady = 0         # and for which it was to hold
+        # the count of tokens
+        self.written = []       # of each row
         self.least = 0          # the fewest of a row that was not finished
-        self.steady = 0         # rounds for which the last choice was to hold
-        self.holds = 0          # and for which it still does
 
     def begin(self, state, trace):
         same_model(self.model, state)
@@ -82,20 +74,15 @@ class Pace(Wrapper):
         for skill in (arm.drafter.rule.skill for arm in self.arms):
             skill.fade(KNOWN / max(KNOWN, skill.hits + skill.misses))   # another text
 
-    def look(self, state):
-        """The Forecast of the next round."""
-        n = max(state.lengths)
-        return Forecast(n, min(self.most, max(state.room)), self.whole(n) / self.costs.whole)
-
     def cost(self, arm, g):
         """The cost, in passes, of a round: choose an arm, draft g tokens and verify them."""
         held = 0 if arm is self.copying else self.pause
         thinking = self.thinking / (1 + held) * (g > 0)
-        return thinking + arm.drafting(self.now.n, g) + self.passes[1 + g]
+        return thinking + arm.drafting(self.n, g) + self.passes[1 + g]
 
     def covered(self, cost):
         """Whether the balance covers a round of this cost if nothing is accepted."""
-        return (cost - 1) * self.now.grown <= self.balance
+        return (cost - 1) * self.grown <= self.balance
 
     def promise(self, arm, alpha):
         """(tokens per pass, g) at the best length whose cost the balance covers, or (1, 0) if none
@@ -104,9 +91,9 @@ class Pace(Wrapper):
         length = 0
         tokens = 1.0
         reach = 1.0
-        further = arm.further(self.now.n)
-        catch_up = arm.drafting(self.now.n, 0)
-        for g in range(1, min(arm.longest, self.now.room) + 1):
+        further = arm.further(self.n)
+        catch_up = arm.drafting(self.n, 0)
+        for g in range(1, min(arm.longest, self.room) + 1):
             reach *= alpha
             tokens += reach
             cost = self.cost(arm, g)
@@ -120,71 +107,73 @@ class Pace(Wrapper):
         return best, length
 
     def choose(self):
-        """The Choice that promises most. An arm that is little known is taken to be good, so that
-        it is tried."""
+        """Take the arm that promises most. One that is little known is taken to be good, so that it
+        is tried."""
         self.copying.longest = max(map(len, self.found))
-        options = [(self.copying, self.copied.chance(self.lookup.matched))]
-        options += [(arm, arm.drafter.rule.skill.high()) for arm in self.arms]
-        promises = [self.promise(*option) for option in options]
-        rate, length = max(promises)
-        arm = options[promises.index((rate, length))][0]
+        offers = [(*self.promise(self.copying, self.copied.chance(self.lookup.matched)),
+                   self.copying)]
+        for arm in self.arms:
+            offers.append((*self.promise(arm, arm.drafter.rule.skill.high()), arm))
+        rate, length, arm = max(offers, key=lambda offer: offer[:2])
         if rate <= 1 + MARGIN:
-            return self.covering(self.nothing, 0)
-        if arm in self.arms:
-            length = self.end(arm)
-        return self.covering(arm, length)
+            self.take(self.nothing, 0)
+        elif arm is self.copying:
+            self.take(arm, length)
+        else:
+            self.take(arm, self.longest(arm))
 
-    def end(self, arm):
+    def longest(self, arm):
         """The longest draft of an arm: any length that its rule allows, unless it takes long to ask
-        the rule. It is made for what the arm brings, not for what it might bring."""
+        the rule. The rule's bars are made for what the arm brings, not for what it might bring."""
         rule = arm.drafter.rule
         rule.asks = arm.asking <= REST
         rate, length = self.promise(arm, rule.skill.mean())
         if not rule.asks:
             return max(1, length)
-        further = arm.further(self.now.n)
+        further = arm.further(self.n)
         rule.bars = [rate * (further + more - less) for less, more in pairwise(self.passes[2:])]
-        return min(self.now.room, arm.longest)
+        return min(self.room, arm.longest)
 
-    def covering(self, arm, length):
-        """The Choice of this arm with as many of these tokens as the balance covers."""
+    def take(self, arm, length):
+        """Choose this arm, with as many of these tokens as the balance covers."""
         costs = [self.cost(arm, g) for g in range(1 + length)]
-        while not self.covered(costs[-1]):
-            costs.pop()
-            if not costs:
-                return Choice(self.nothing, [1.0])
-        if arm in self.arms:
-            arm.drafter.rule.longest = len(costs) - 1
-        return Choice(arm, costs)
+        self.arm = arm
+        self.round_costs = list(takewhile(self.covered, costs))
+        if not self.round_costs:
+            self.arm = self.nothing
+            self.round_costs = [1.0]
+        elif arm in self.arms:
+            arm.drafter.rule.longest = len(self.round_costs) - 1
 
     def decide(self, state):
         """Choose how this round drafts. A choice that is made again holds longer, for at most
         `pause` rounds, but what may be copied is new in every round."""
         self.found = [[]] * len(state.known)
         self.holds -= 1
-        last, costs = self.choice
+        last = self.arm
         if self.holds >= 0:
-            self.choice = self.covering(last, len(costs) - 1)
+            self.take(last, len(self.round_costs) - 1)
             return
         self.lookup.enter(state)
         self.found = self.lookup.found(state)
-        self.now = self.look(state)
-        self.choice = self.choose()
-        same = self.choice.arm is last is not self.copying
+        self.n = max(state.lengths)
+        self.room = min(self.most, max(state.room))
+        self.grown = self.whole(self.n) / self.costs.whole
+        self.choose()
+        same = self.arm is last is not self.copying
         self.steady = min(self.pause, 2 * self.steady + 1) * same
         self.holds = self.steady
 
     def propose(self, state):
         self.decide(state)
-        arm, costs = self.choice
-        self.chosen[arm.name] += 1
-        return arm.drafter.propose(state).cut(len(costs) - 1)
+        self.chosen[self.arm.name] += 1
+        return self.arm.drafter.propose(state).cut(len(self.round_costs) - 1)
 
     def observe(self, state, r):
-        cost = self.choice.costs[r.p.shape[1] - 1]
+        cost = self.round_costs[r.p.shape[1] - 1]
         self.written = [n + len(new) for n, new in zip(self.written, r.new, strict=True)]
         least = min(n for n, new in zip(self.written, r.new, strict=True) if new)
-        self.balance += ((1 + RISK) * (least - self.least) - cost) * self.now.grown
+        self.balance += ((1 + RISK) * (least - self.least) - cost) * self.grown
         self.least = least
         for arm in self.arms:
             arm.drafter.observe(state, r)
@@ -195,6 +184,6 @@ class Pace(Wrapper):
         why = {}
         for arm in self.arms:
             alpha = f"{arm.drafter.rule.skill.mean():.0%} accepted"
-            why[arm.name] = f" ({alpha}, each token costs {arm.further(self.now.n):.0%} of a pass)"
+            why[arm.name] = f" ({alpha}, each token costs {arm.further(self.n):.0%} of a pass)"
         often = self.chosen.most_common()
         return ", ".join(f"{name} in {count} rounds{why.get(name, '')}" for name, count in often)

@@ -4,7 +4,7 @@ import torch
 
 from drafter import chain
 from kvcache import KVCache
-from methods.base import Head, LastState, Price, graft, unit
+from methods.base import Head, HeadDraft, Price, graft, unit
 from model import Placement
 
 AHEAD = 4   # tokens that a prophet learns to predict from one state
@@ -38,7 +38,7 @@ class Prophet(Head):
         return ProphetDraft(self, rule)
 
 
-class ProphetDraft(LastState):
+class ProphetDraft(HeadDraft):
     """A small decoder writes the draft token by token, each round from the final state of the last
     token read; it sees no other text (lucidrains' "prophet", after MEGABYTE, arXiv 2305.07185)."""
 

@@ -16,7 +16,6 @@ left of it then is a chain.
 import math
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import accumulate
 
 import torch
 
@@ -153,16 +152,6 @@ def verify_tree(p, tokens, parents, coins, q=None, length=None):
 # --- shapes
 
 
-def chain_with_siblings(gamma, widths):
-    """The parents of a chain of gamma tokens, of which the first widths[0] have a sibling, the
-    first widths[1] a second one, and so on. It is the shape that `Siblings` drafts.
-
-    >>> chain_with_siblings(3, [2, 1])      # the chain, first siblings, a second sibling
-    [0, 1, 2, 0, 1, 0]
-    """
-    return [*range(gamma), *(k for width in widths for k in range(width))]
-
-
 def tree_tokens(parents, rank_acceptance):
     """Tokens per target pass over a tree. This is 1, plus for each node the product of the
     acceptance rates on the way to it, if all places are alike (Sequoia, arXiv 2402.12374, section
@@ -193,8 +182,7 @@ def best_tree(rank_acceptance, nodes, depth_cost, node_cost, branches=True, leve
 
     For rank_acceptance see `tree_tokens`. `depth_cost` is the cost of drafting a level, and
     `node_cost` the cost of one more token in the verifying pass, both relative to a target pass
-    over one token. Unless `branches`, only first children may have children, as in
-    `chain_with_siblings`.
+    over one token. Unless `branches`, only first children may have children, as in `Siblings`.
 
     >>> best_tree([0.6, 0.2], 4, depth_cost=0.05, node_cost=0.05)
     [0, 0, 1, 3]
@@ -238,9 +226,10 @@ class Siblings(Wrapper):
     for the same places.
 
     With widths [3, 1], the first three tokens of the chain get a sibling, and the first one gets a
-    second. Siblings are drawn without replacement, each from what is left of q. If nothing is left,
-    as when greedy, the sibling is the likeliest unused token, with a one-hot q. The shape that pays
-    is `best_tree(..., branches=False)`.
+    second. So a chain of three becomes the tree [0, 1, 2, 0, 1, 2, 0]. Siblings are drawn without
+    replacement, each from what is left of q. If nothing is left, as when greedy, the sibling is the
+    likeliest unused token, with a one-hot q. `best_tree(..., branches=False)` finds the shape that
+    pays.
 
     For the drafter nothing changes, because it does not draft from siblings, and it learns from a
     chain. In a batch only the rows with the longest chain have siblings, and near the end of an
@@ -259,7 +248,7 @@ class Siblings(Wrapper):
             kept.append(logits)
             return state.probs(logits)
 
-        draft = self.drafters[0].propose(replace(state, probs=keeping))
+        draft = self.drafters[0].propose(replace(state, probs=keeping)).fit(state)
         K = draft.tokens.shape[1]
         room = max(state.room) - K
         widths = []
@@ -269,43 +258,16 @@ class Siblings(Wrapper):
                 widths.append(width)
         if draft.q is None or not widths:
             return draft
-        tree = branch(state, draft, torch.cat(kept, 1), chain_with_siblings(K, widths))
-        if draft.length is None:
-            return tree
-        whole = draft.length == K
-        return replace(tree, length=torch.where(whole, K + sum(widths), draft.length))
-
-
-def branch(state, draft, logits, parents):
-    """The Tree that grows from a drawn chain (B, K) and the raw logits of each of its places
-    (B, K, V). A node's child number i is choice number i for its level, so all families of a level
-    hold the same tokens. The text stays exact, because only one of the families is tried. The
-    parents come from `best_tree` or `chain_with_siblings`. Levels deeper than the chain are left
-    out."""
-    K = draft.tokens.shape[1]
-    depths = [0]
-    numbers = {0: 0}                        # of the nodes that are kept, the root included
-    kept = []                               # the parents of these
-    nodes = []                              # (depth, rank among its siblings)
-    for k, parent in enumerate(parents):
-        depths.append(depths[parent] + 1)
-        if depths[-1] <= K:
-            numbers[k + 1] = len(numbers)
-            kept.append(numbers[parent])
-            nodes.append((depths[-1], parents[:k].count(parent)))
-    ranks = range(1, 1 + max(rank for _, rank in nodes))
-    widths = [max(depth for depth, rank in nodes if rank == r) for r in ranks]
-    tokens, q = siblings(draft, logits, widths, state.coins)                # (B, K+S), (B, K+S, V)
-    starts = [0, *accumulate(widths, initial=K)]        # the first column of each rank
-    columns = [starts[rank] + depth - 1 for depth, rank in nodes]
-    columns, parents = state.send([columns, kept]).unbind()
-    return Tree(tokens[:, columns], q[:, columns], parents=parents[None])
+        tokens, q = siblings(draft, torch.cat(kept, 1), widths, state.coins)
+        parents = state.send([[*range(K), *(k for width in widths for k in range(width))]])
+        length = torch.where(draft.length == K, K + sum(widths), draft.length)
+        return Tree(tokens, q, length, parents=parents)
 
 
 def siblings(draft, logits, widths, coins):
-    """A chain, and then other tokens for its places in the order of `chain_with_siblings`, each
-    drawn with one uniform. The chain was drawn from raw logits (B, K, V). Returns tokens (B, K+S),
-    drawn from q (B, K+S, V)."""
+    """A chain, and then other tokens for its places in the order of `Siblings`, each drawn with one
+    uniform. The chain was drawn from raw logits (B, K, V). Returns tokens (B, K+S), drawn from q
+    (B, K+S, V)."""
     last = draft.tokens
     left = draft.q
     tokens = [draft.tokens]

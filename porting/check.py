@@ -12,7 +12,6 @@ sees the expected answers: they are compared afterwards, here, with nothing but 
 library.
 """
 import argparse
-import difflib
 import itertools
 import json
 import math
@@ -24,9 +23,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 
 VERSION, DIGEST = 5, "706da675c8b2"  # of the traces: if new ones differ, change both
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,8 +70,6 @@ def differ(want, got, tolerance, errors, where="", size=1.0):
             return f"{where or 'the answer'}: expected an object, got {brief(got)}"
         if "shape" in want and "sum" in want:
             return differ_tensor(want, got, tolerance, errors, where)
-        if missing := misspelt(want, got, where):
-            return missing
         return first(differ(value, got.get(key), tolerance, errors,
                             f"{where}.{key}" if where else key, size)
                      for key, value in want.items())
@@ -100,16 +97,6 @@ def differ(want, got, tolerance, errors, where="", size=1.0):
 
 def first(differences):
     return next((d for d in differences if d), None)
-
-
-def misspelt(want, got, where):
-    """Names the key of an answer that looks like a missing one; None if there is none."""
-    others = [key for key in got if key not in want]
-    for key in want:
-        close = difflib.get_close_matches(key, others, 1)
-        if key not in got and close:
-            return f"{where or 'the answer'}: there is no key {key!r}, but a key {close[0]!r}"
-    return None
 
 
 def cause(got):
@@ -264,46 +251,50 @@ def rolled(request, expect, folder):
 # --- the port
 
 
-class Answers:
-    """What a port prints, read line by line while it runs: {number: answer}, what is wrong, in
-    words, and the end of its standard error. Of a port that prints for ever only so much is read
-    and kept."""
+def ask(command, requests, seconds):
+    """{number: answer}, and what else went wrong, in words; None if nothing did.
 
-    def __init__(self, port):
-        self.port, self.found, self.trouble, self.err = port, {}, None, b""
-        self.readers = [Thread(target=read, daemon=True) for read in (self.read, self.read_errors)]
-        for reader in self.readers:
-            reader.start()
-
-    def read(self):
-        left, number = MOST, 0
-        while line := self.port.stdout.readline(left + 1):
-            left, number = left - len(line), number + 1
-            if left < 0:
-                self.trouble = f"it was stopped because it printed more than {MOST >> 20} MB"
-                return end(self.port)
-            self.take(number, line.decode(errors="replace").rstrip("\r\n"))
-
-    def take(self, number, line):
+    The port writes to files, so a pipe that is full stops neither side, and a child that the port
+    leaves behind holds nothing open.
+    """
+    with (tempfile.TemporaryFile() as questions, tempfile.TemporaryFile() as out,
+          tempfile.TemporaryFile() as err):
+        questions.write("".join(json.dumps(absolute(r)) + "\n" for r in requests).encode())
+        questions.seek(0)
         try:
-            answer = json.loads(line)
-            self.found.setdefault(answer["case"], answer)
-            if isinstance(answer["case"], str):
-                self.trouble = self.trouble or (
-                    f'line {number}: "case" is the string {answer["case"]!r}, not a number')
-        except (ValueError, KeyError, TypeError, RecursionError):
-            why = " (nan and inf are not JSON)" if re.search(r"\b(nan|inf)\b", line) else ""
-            self.trouble = self.trouble or (
-                f"line {number} of what it printed is no answer{why}: {line[:70]!r}")
+            port = subprocess.Popen(command, stdin=questions, stdout=out, stderr=err,
+                                    start_new_session=True)     # a group of its own, for `end`
+        except OSError as e:
+            here = f"; did you mean ./{command[0]}?" * Path(command[0]).is_file()
+            raise ValueError(f"{command[0]}: cannot be run ({e.strerror}){here}") from None
+        try:
+            stopped = watch(port, seconds, out, err)
+        finally:
+            end(port)
+        out.seek(0)
+        found, trouble = read_answers(out)
+        err.seek(max(0, os.fstat(err.fileno()).st_size - 10_000))
+        words = last_words(err.read().decode(errors="replace"))
+    if stopped or port.returncode != 0:
+        trouble = stopped or trouble or f"it ended with status {port.returncode}"
+        trouble += f", with {len(found)} cases answered"
+        if words:
+            trouble += f", and its last words are {words[:200]!r}"
+        if missing := [r["case"] for r in requests if r["case"] not in found]:
+            trouble += f"; the first without an answer is case {missing[0]}"
+    return found, trouble
 
-    def read_errors(self):
-        while part := self.port.stderr.read1():
-            self.err = (self.err + part)[-10_000:]
 
-    def wait(self):
-        """Until the port's pipes are closed, which they are once all that it started has ended."""
-        for reader in self.readers:
-            reader.join(5)      # trap: what has left the port's group may hold a pipe open for ever
+def watch(port, seconds, *files):
+    """Wait until the port ends. If it takes too long or prints too much, say so, in words."""
+    latest = time.monotonic() + seconds
+    while port.poll() is None:
+        if time.monotonic() > latest:
+            return f"it was stopped after {seconds} seconds"
+        if sum(os.fstat(file.fileno()).st_size for file in files) > MOST:
+            return f"it was stopped because it printed more than {MOST >> 20} MB"
+        time.sleep(0.01)
+    return None
 
 
 def end(port):
@@ -312,39 +303,24 @@ def end(port):
         with suppress(ProcessLookupError, PermissionError):     # all of them have ended
             os.killpg(port.pid, signal.SIGKILL)
     port.kill()
+    port.wait()
 
 
-def ask(command, requests, seconds):
-    """{number: answer}, and what else went wrong, in words; None if nothing did."""
-    with tempfile.TemporaryFile() as questions:
-        lines = "".join(json.dumps(absolute(request)) + "\n" for request in requests)
-        questions.write(lines.encode())
-        questions.seek(0)
+def read_answers(lines):
+    """{number: answer}, and what is wrong with the first line that is none."""
+    found, trouble = {}, None
+    for place, line in enumerate(lines, 1):
+        line = line.decode(errors="replace").rstrip("\r\n")
+        wrong = None
         try:
-            port = subprocess.Popen(command, stdin=questions, stdout=subprocess.PIPE,
-                                    stderr=subprocess.PIPE,
-                                    start_new_session=True)     # a group of its own, for `end`
-        except OSError as e:
-            here = f"; did you mean ./{command[0]}?" * Path(command[0]).is_file()
-            raise ValueError(f"{command[0]}: cannot be run ({e.strerror}){here}") from None
-    answers, late = Answers(port), None
-    try:
-        port.wait(seconds)
-    except subprocess.TimeoutExpired:
-        late = f"it was stopped after {seconds} seconds"
-    finally:
-        end(port)
-        status = port.wait()
-        answers.wait()
-    found, trouble = dict(answers.found), answers.trouble
-    if status != 0:
-        stopped = trouble if trouble and trouble.startswith("it was stopped") else None
-        trouble = late or stopped or f"it ended with status {status}"
-        trouble += f", with {len(found)} cases answered"
-        if last := last_words(answers.err.decode(errors="replace")):
-            trouble += f", and its last words are {last[:200]!r}"
-        if missing := [r["case"] for r in requests if r["case"] not in found]:
-            trouble += f"; the first without an answer is case {missing[0]}"
+            answer = json.loads(line)
+            found.setdefault(answer["case"], answer)
+            if isinstance(answer["case"], str):
+                wrong = f'line {place}: "case" is the string {answer["case"]!r}, not a number'
+        except (ValueError, KeyError, TypeError, RecursionError):
+            why = " (nan and inf are not JSON)" if re.search(r"\b(nan|inf)\b", line) else ""
+            wrong = f"line {place} of what it printed is no answer{why}: {line[:70]!r}"
+        trouble = trouble or wrong
     return found, trouble
 
 
@@ -429,14 +405,15 @@ def only_form(expect, answer):
 
 
 def matrix(cases, verdicts):
+    """A line for each step, or more where it has more than nine cases."""
+    mark = {n: "ok" if verdict is None else "NO" if verdict else "--"
+            for n, verdict in verdicts.items()}
     lines = []
     for step, name in enumerate(STEPS, 1):
-        marks = [f"{number} "
-                 f"{'ok' if verdicts[number] is None else 'NO' if verdicts[number] else '--'}"
-                 for number, (request, _) in cases.items() if request["step"] == step]
+        marks = [f"{n} {mark[n]}" for n, (request, _) in cases.items() if request["step"] == step]
         for i in range(0, len(marks), 9):
             lines.append(f"{f'{step} {name}' if i == 0 else '':21}" + "   ".join(marks[i : i + 9]))
-    return "\n".join(lines)
+    return lines
 
 
 def spent_otherwise(want, got, verdict, tolerance):
@@ -457,16 +434,16 @@ def spent_otherwise(want, got, verdict, tolerance):
 
 
 def first_difference(cases, verdicts, answers):
-    """What to fix first, in a few lines; None if nothing differs."""
+    """The lines that say what to fix first; none if nothing differs."""
     number = next((n for n, verdict in verdicts.items() if verdict), None)
     if number is None:
-        return None
+        return []
     request, expect = cases[number]
     lines = [f"The first difference: case {number}, {request['op']} (step {request['step']}, "
              f"{STEPS[request['step'] - 1]})", f"    {verdicts[number]}"]
     if "half" in expect:
         lines.append(f"    Usually: {expect['catches']}.")
-        return "\n".join(lines)
+        return lines
     refuted = refuted_by(verdicts)
     if only_form(expect, answers[number]):
         lines.append("    The numbers may be right; their form is not. "
@@ -481,30 +458,36 @@ def first_difference(cases, verdicts, answers):
     if expect["margin"] and re.search(r": expected -?\d+, got -?\d+$", verdicts[number]):
         lines.append(f"    Rounding is not the cause: no decision of this case is closer than "
                      f"{expect['margin']:.2g} to going the other way.")
-    return "\n".join(lines)
+    return lines
+
+
+def report(cases, answers):
+    """(lines, whether all cases pass)"""
+    verdicts, error = judge(cases, answers)
+    passed = sum(verdict is None for verdict in verdicts.values())
+    lines = matrix(cases, verdicts)
+    lines.append(f"{passed} of {len(cases)} cases pass "
+                 f"(traces version {VERSION}; largest error {error:.1e})")
+    return lines + first_difference(cases, verdicts, answers), passed == len(cases)
 
 
 def report_exact(answers):
     """(lines, whether all logits of a token are the same in every block that it is read in)"""
-    lines = []
-    equal = True
-    requests = exact_requests()
+    lines, right, requests = [], True, exact_requests()
     for fours, ones in zip(requests[::2], requests[1::2], strict=True):
         both = [numbers(answers.get(r["case"], {}).get("logits")) for r in (fours, ones)]
-        name = Path(fours["model"]).name
+        says = "every logit has the same bits in blocks of four and alone"
         if not both[0] or len(both[0]) != len(both[1]):
-            differs = "no answer, or not as many logits in both ways"
-        else:
-            V = len(both[0]) // len(EXACT)
-            differs = first(
-                f"logit {i % V} of token {i // V} is {a!r} in a block of four, and {b!r} alone"
-                for i, (a, b) in enumerate(zip(*both, strict=True)) if a != b)
-        equal = equal and not differs
-        same = "every logit has the same bits in blocks of four and alone"
-        lines.append(f"{name}: {differs or same}")
-    if not equal:
+            says, right = "no answer, or not as many logits in both ways", False
+        elif both[0] != both[1]:
+            i = next(i for i, (a, b) in enumerate(zip(*both, strict=True)) if a != b)
+            token, logit = divmod(i, len(both[0]) // len(EXACT))
+            says, right = (f"logit {logit} of token {token} is {both[0][i]!r} in a block of four, "
+                           f"and {both[1][i]!r} alone"), False
+        lines.append(f"{Path(fours['model']).name}: {says}")
+    if not right:
         lines.append("So rounding depends on the block: near a tie, the draft can change a text.")
-    return lines, equal
+    return lines, right
 
 
 def parse(argv):
@@ -515,7 +498,6 @@ def parse(argv):
                    help="only the cases of steps 1 to STEP")
     a.add_argument("--core", action="store_true",
                    help="no cases of trees, and none on weights/stories-llama")
-    a.add_argument("--stories", action="store_true", help="only the cases on weights/stories-llama")
     a.add_argument("--bfloat16", action="store_true", help="steps 2 to 6 in bfloat16, bit by bit")
     a.add_argument("--exact", action="store_true", help="has a token the same bits in every block?")
     a.add_argument("--seconds", type=float, default=300,
@@ -531,51 +513,41 @@ def parse(argv):
 
 
 def choose(args, folder):
-    """The chosen cases; with steps 9 and 10 also a case with other weights."""
+    """The chosen cases. One has other weights, which are made in `folder`."""
     if args.bfloat16:
-        return {n: case for n, case in read_half(TRACES).items()
-                if case[0]["step"] <= args.to and (not args.case or n in args.case)}
-    core = {} if args.stories else read_cases(TRACES)
-    cases = core | ({} if args.core else read_cases(STORIES))
-    cases = {n: case for n, case in sorted(cases.items()) if case[0]["step"] <= args.to
-             and not (args.core and case[0]["trees"]) and (not args.case or n in args.case)}
-    if not args.stories and args.to >= 9 and (not args.case or ROLLED in args.case):
-        request, expect = read_cases(TRACES)[903]
-        cases[ROLLED] = rolled(request, expect, folder)
+        cases = read_half(TRACES)
+    else:
+        cases = read_cases(TRACES)
+        cases[ROLLED] = rolled(*cases[903], folder)
+        if args.core:
+            cases = {n: case for n, case in cases.items() if not case[0]["trees"]}
+        else:
+            cases |= read_cases(STORIES)
+    chosen = {n: case for n, case in sorted(cases.items())
+              if case[0]["step"] <= args.to and (not args.case or n in args.case)}
     if args.tolerance is not None:
-        for _, expect in cases.values():
+        for _, expect in chosen.values():
             expect["tolerance"] = args.tolerance
-    return cases
+    return chosen
 
 
 def main(argv=None):
     args = parse(argv)
     with tempfile.TemporaryDirectory() as folder:
         cases = choose(args, Path(folder))
-        if not cases:
-            print("check.py: there is no such case", file=sys.stderr)
-            return 2
         requests = exact_requests() if args.exact else [request for request, _ in cases.values()]
         try:
+            if not requests:
+                raise ValueError("there is no such case")
             answers, trouble = ask(args.command, requests, args.seconds)
         except ValueError as e:
             print(f"check.py: {e}", file=sys.stderr)
             return 2
-    if args.exact:
-        lines, equal = report_exact(answers)
-        print("\n".join(lines + [f"The port: {trouble}"] * bool(trouble)))
-        return int(not equal or trouble is not None)
-    verdicts, error = judge(cases, answers)
-    print(matrix(cases, verdicts))
-    passed = sum(verdict is None for verdict in verdicts.values())
-    print(f"{passed} of {len(cases)} cases pass "
-          f"(traces version {VERSION}; largest error {error:.1e})")
+    lines, right = report_exact(answers) if args.exact else report(cases, answers)
     if trouble:
-        print(f"The port: {trouble}")
-    what = first_difference(cases, verdicts, answers)
-    if what:
-        print(what)
-    return int(passed < len(cases) or trouble is not None)
+        lines.append(f"The port: {trouble}")
+    print("\n".join(lines))
+    return int(not right or trouble is not None)
 
 
 if __name__ == "__main__":

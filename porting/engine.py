@@ -116,14 +116,20 @@ def form(case, answer):
     return None
 
 
-def said(case, answers):
-    """(what the engine says to a case, None) or (None, what is wrong with its form). Both are None
-    if it does not answer the case, or says `todo`."""
-    found = [answers.get(request["case"]) for request in requests_of(case)]
+def replies_to(case, requests, answers):
+    """(the answers to these requests of a case, None) or (None, what is wrong with their form).
+    Both are None if the engine leaves one of them out, or says `todo`."""
+    found = [answers.get(request["case"]) for request in requests]
     if any(answer is None or answer.get("todo") for answer in found):
         return None, None
     trouble = check.first(form(case, answer) for answer in found)
-    if trouble:
+    return (None, trouble) if trouble else (found, None)
+
+
+def said(case, answers):
+    """`replies_to`, but with what the engine says in the form of case["answer"]."""
+    found, trouble = replies_to(case, requests_of(case), answers)
+    if found is None:
         return None, trouble
     if "law" in case:
         return law_of(case, found), None
@@ -144,8 +150,8 @@ def differ(case, got):
     if alike(want, got):
         return None
     if "law" not in case:
-        wrong = [key for key in want if got[key] != want[key]]
-        return ", ".join(f"{key}: expected {want[key]}, got {got[key]}" for key in wrong)
+        return ", ".join(f"{key}: expected {want[key]}, got {got[key]}"
+                         for key in want if got[key] != want[key])
     if got["off"] > EXACT:
         return f"the text has another law: it is off by {got['off']:.4f}, in total variation"
     return (f"the law of the text is right, but {got['accepted']:.4f} drafted tokens "
@@ -195,32 +201,21 @@ def many_requests(case, count, noise):
 
 def chi_squared(counts, chances):
     """How far the counts of all texts are from their chances, in standard deviations (Wilson and
-    Hilferty's approximation), and the degrees of freedom.
+    Hilferty's approximation).
 
-    >>> round(chi_squared([60, 40], [0.5, 0.5])[0], 1)
+    >>> round(chi_squared([60, 40], [0.5, 0.5]), 1)
     1.7
     """
     total = sum(counts)
     possible = [(c, x * total) for c, x in zip(counts, chances, strict=True) if x > 0]
     free = len(possible) - 1
     if sum(c for c, _ in possible) < total:
-        return math.inf, free
+        return math.inf
     if free == 0:
-        return 0.0, free
+        return 0.0
     distance = sum((c - x) ** 2 / x for c, x in possible)
     spread = 2 / (9 * free)
-    return ((distance / free) ** (1 / 3) - 1 + spread) / math.sqrt(spread), free
-
-
-def seen_from(free, count):
-    """The total variation at which `count` texts show a wrong law in 99 of 100 runs, or less. A law
-    that is off by d has a noncentrality of at least 4 count d^2."""
-    spread = 2 / (9 * free)
-    limit = free * (1 - spread + SURE * math.sqrt(spread)) ** 3
-    more = 0.0
-    while free + more - 2.33 * math.sqrt(2 * (free + 2 * more)) < limit:
-        more += 0.5
-    return math.sqrt(more / (4 * count))
+    return ((distance / free) ** (1 / 3) - 1 + spread) / math.sqrt(spread)
 
 
 def judge_texts(case, requests, answers, noise):
@@ -228,11 +223,9 @@ def judge_texts(case, requests, answers, noise):
     draws from p."""
     p = places_of(case)
     V = len(p[0])
-    replies = [answers.get(request["case"]) for request in requests]
-    if any(reply is None or reply.get("todo") for reply in replies):
-        return "todo", False
-    if trouble := check.first(form(case, reply) for reply in replies):
-        return trouble, False
+    replies, trouble = replies_to(case, requests, answers)
+    if replies is None:
+        return trouble or "todo", False
     written = Counter()
     lengths = []
     for request, reply in zip(requests, replies, strict=True):
@@ -241,40 +234,32 @@ def judge_texts(case, requests, answers, noise):
         rest = [noise.choices(range(V), row)[0] for row in p[len(text) :]]
         written[(*text, *rest)] += 1
     texts = list(itertools.product(range(V), repeat=len(p)))
-    chances = [chance_of(text, p) for text in texts]
-    away, free = chi_squared([written[text] for text in texts], chances)
-    if away > SURE:
+    counts = [written[text] for text in texts]
+    if chi_squared(counts, [chance_of(text, p) for text in texts]) > SURE:
         return "the text has another law: its counts are not those of p", False
     count = len(lengths)
     mean = sum(lengths) / count
     error = math.sqrt(sum((n - mean) ** 2 for n in lengths)) / count
     want = case["answer"]["accepted"]
-    words = f"{mean:.4f} drafted tokens are accepted on average, and ours {want:.4f}"
-    if abs(mean - want) > SURE * error + 1 / count:
-        return f"the law is right, but {words}", False
-    if free > 0:
-        words += f"; a law that is off by {seen_from(free, count):.3f} is seen 99 times of 100"
-    return f"right: {words}", True
+    right = abs(mean - want) <= SURE * error + 1 / count
+    return (f"the law is right, {'and' if right else 'but'} {mean:.4f} drafted tokens are accepted "
+            f"on average, and ours {want:.4f}"), right
 
 
 def check_texts(command, cases, count, seconds):
-    """Prints what each law says; returns whether all are right."""
+    """(a line for each law, whether all are right, what else went wrong)"""
     noise = random.Random(0)
     laws = [case for case in cases if "law" in case]
     sent = {case["case"]: list(many_requests(case, count, noise)) for case in laws}
     answers, trouble = check.ask(command, list(itertools.chain(*sent.values())), seconds)
-    right = []
-    for case in laws:
-        words, good = judge_texts(case, sent[case["case"]], answers, noise)
-        right.append(good)
-        print(f"{case['rule']:5} case {case['case']}: {words}")
-    if trouble:
-        print(f"The engine: {trouble}")
-    return all(right) and not trouble
+    found = [judge_texts(case, sent[case["case"]], answers, noise) for case in laws]
+    lines = [f"{case['rule']:5} case {case['case']}: {words}"
+             for case, (words, _) in zip(laws, found, strict=True)]
+    return lines, all(right for _, right in found), trouble
 
 
 def report(cases, mistakes, found):
-    """What is printed: a line for each rule, then its first difference and what explains it."""
+    """A line for each rule, then its first difference and what explains it."""
     lines = []
     for rule in dict.fromkeys(case["rule"] for case in cases):
         chosen = [case for case in cases if case["rule"] == rule]
@@ -288,7 +273,7 @@ def report(cases, mistakes, found):
                 lines[-1] += "; but the law of its texts is right"
             lines.append(f"      case {wrong[0]}: {found[wrong[0]][1]}")
             lines += [f"      {line}" for line in explain(answered, mistakes, found)]
-    return "\n".join(lines)
+    return lines
 
 
 def main(argv=None):
@@ -302,24 +287,26 @@ def main(argv=None):
     args = a.parse_args(argv)
     if not args.command:
         a.error("name an engine, such as ./my-engine")
-    kit = json.loads(CASES.read_text(encoding="utf-8"))
-    cases = [case for case in kit["cases"] if case["rule"] in (args.rule or RULES)]
     if args.texts is not None and args.texts < 100:
         a.error("--texts needs at least 100 texts to say anything")
+    kit = json.loads(CASES.read_text(encoding="utf-8"))
+    cases = [case for case in kit["cases"] if case["rule"] in (args.rule or RULES)]
     try:
         if args.texts:
-            return int(not check_texts(args.command, cases, args.texts, args.seconds))
-        sent = [request for case in cases for request in requests_of(case)]
-        answers, trouble = check.ask(args.command, sent, args.seconds)
+            lines, right, trouble = check_texts(args.command, cases, args.texts, args.seconds)
+        else:
+            sent = [request for case in cases for request in requests_of(case)]
+            answers, trouble = check.ask(args.command, sent, args.seconds)
+            found = judge(cases, answers)
+            lines = report(cases, kit["mistakes"], found)
+            right = sum(wrong is None for _, wrong in found.values()) == len(cases)
     except ValueError as e:
         print(f"engine.py: {e}", file=sys.stderr)
         return 2
-    found = judge(cases, answers)
-    print(report(cases, kit["mistakes"], found))
     if trouble:
-        print(f"The engine: {trouble}")
-    right = sum(wrong is None for _, wrong in found.values())
-    return int(right < len(cases) or trouble is not None)
+        lines.append(f"The engine: {trouble}")
+    print("\n".join(lines))
+    return int(not right or trouble is not None)
 
 
 if __name__ == "__main__":

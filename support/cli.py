@@ -15,6 +15,8 @@ import torch
 from files import note, read_json
 from layerskip import without
 
+DTYPES = {name: vars(torch)[name] for name in ("float32", "bfloat16", "float16", "float64")}
+
 
 class Parser(argparse.ArgumentParser):
     """argparse, except that a wrong flag raises ValueError like all other bad input."""

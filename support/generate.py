@@ -5,11 +5,10 @@ The one thing to remember: it only consumes what `speculative.rounds` yields.
 """
 import json
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-
-import torch
 
 import checkpoint
 import sampling
@@ -25,7 +24,6 @@ from support.texts import numbered_texts
 from verification import verify, verify_block
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
-DTYPES = {name: vars(torch)[name] for name in ("float32", "bfloat16", "float16", "float64")}
 CLASHES = (     # flags that do not go together, and why
     ("page", "tree", "--page shows chains, coin by coin, not trees: leave out --page or --tree"),
     ("rule", "tree", "--rule says how far a chain goes on: leave out --rule or --tree"),
@@ -33,38 +31,45 @@ CLASHES = (     # flags that do not go together, and why
     ("exact", "tree", "--exact does not go with --tree"))
 
 
-# --- from the command line to Options
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn. A temperature of 0 is greedy."""
+@dataclass
+class Options:
+    """What the command line asks for. The parser fills it in."""
+    prompt: str | None = None           # "-" for standard input; None for a batch
+    prompt_file: Path | None = None
+    chat: bool = False
+    max_new: int = 200
+    # how to draft; None: not given
+    draft: str | None = None
+    exit_layer: int | None = None
+    skip: str | None = None
+    gamma: int | None = None
+    rule: str | None = None
+    tree: int | None = None
+    draft_vocab: str | None = None
+    draft_model: str | None = None
+    draft_quant: str | None = None
+    # how to sample; a temperature of 0 is greedy
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     seed: int = 0
+    # on what
+    model: Path = WEIGHTS / "stories-llama"
+    device: str | None = None
+    dtype: str | None = None            # None: as stored
+    fast: bool = False
+    exact: bool = False
+    quant: str | None = None
+    # what is shown
+    compare: bool = False
+    picture: Path | None = None
+    page: Path | None = None
+    json: bool = False
 
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line asks for."""
-    prompt: str | None          # "-" for standard input; None for a batch
-    prompt_file: Path | None
-    chat: bool
-    max_new: int
-    how: drafts.How
-    sampling: Sampling
-    model: Path
-    device: str | None
-    dtype: torch.dtype | None   # None: as stored
-    fast: bool
-    exact: bool
-    quant: str | None
-    compare: bool
-    picture: Path | None
-    page: Path | None
-    json: bool
+    def sampling(self):
+        """The settings of `to_probs`."""
+        return {name: vars(self)[name] for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
 def parser():
@@ -72,25 +77,26 @@ def parser():
                    allow_abbrev=False)
     add = p.add_argument_group("text").add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="the text to continue; - reads standard input")
-    add("--prompt-file", metavar="FILE",
+    add("--prompt-file", type=Path, metavar="FILE",
         help='a batch: one prompt per line, in .jsonl {"prompt": ...}')
     add("--chat", action="store_true",
         help="the prompt is a message: use the model's chat template")
-    add("--max-new", type=int, default=200, metavar="N",
+    add("--max-new", type=int, metavar="N",
         help="how many tokens to write (default: 200)")
     drafts.add_flags(p.add_argument_group("draft"))
     add = p.add_argument_group("sampling").add_argument
-    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    add("--temperature", type=float, metavar="T", help="0, the default, is greedy")
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
     add("--top-p", type=float, metavar="P",
         help="sample from the likeliest tokens that together reach P")
     add("--min-p", type=float, metavar="P",
         help="and from those at least P times as likely as the likeliest")
-    add("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
+    add("--seed", type=int, help="seed of the random numbers (default: 0)")
     add = p.add_argument_group("model and machine").add_argument
-    add("--model", metavar="DIR", default=WEIGHTS / "stories-llama", help="a Hugging Face folder")
+    add("--model", type=Path, metavar="DIR",
+        help="a Hugging Face folder (default: weights/stories-llama)")
     add("--device", help="cpu or cuda (default: cuda if there is a GPU)")
-    add("--dtype", choices=DTYPES, help="default: as stored")
+    add("--dtype", choices=cli.DTYPES, help="default: as stored")
     add("--fast", action="store_true",
         help="compute a pass in one call: of C++ on a CPU, which is compiled in seconds, once per "
              "machine; as a CUDA graph on a GPU")
@@ -102,8 +108,9 @@ def parser():
     add = p.add_argument_group("what is shown").add_argument
     add("--compare", action="store_true",
         help="also time plain decoding, and compare the two texts")
-    add("--picture", metavar="FILE", help="write the coloured text as an SVG (first prompt)")
-    add("--page", metavar="FILE",
+    add("--picture", type=Path, metavar="FILE",
+        help="write the coloured text as an SVG (first prompt)")
+    add("--page", type=Path, metavar="FILE",
         help="write a page that steps through the run in a browser (first prompt)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     return p
@@ -111,39 +118,23 @@ def parser():
 
 def parse(argv):
     """The Options. Raises ValueError for flags that are wrong or do not go together."""
-    a = parser().parse_args(argv)
-    check(a)
-    given = dict(vars(a))
-    for name in ("prompt_file", "model", "picture", "page"):
-        if given[name] is not None:
-            given[name] = Path(given[name])
-    given["dtype"] = DTYPES.get(a.dtype)
-    given["how"] = taken(drafts.How, given)
-    given["sampling"] = taken(Sampling, given)
-    drafts.check_flags(given["how"])
-    return taken(Options, given)
-
-
-def taken(kind, given):
-    """An object of this dataclass, whose fields are among what is given."""
-    return kind(**{field.name: given[field.name] for field in fields(kind)})
-
-
-def check(a):
-    given = vars(a)
-    if (a.prompt is None) == (a.prompt_file is None):
+    options = parser().parse_args(argv, Options())
+    given = vars(options)
+    if (options.prompt is None) == (options.prompt_file is None):
         raise ValueError("give one prompt, or a batch with --prompt-file")
     for flag, suffix in (("picture", ".svg"), ("page", ".html")):
-        if given[flag] is not None and Path(given[flag]).suffix != suffix:
-            raise ValueError(f"--{flag} must name a {suffix} file, got {given[flag]!r}")
+        if given[flag] is not None and given[flag].suffix != suffix:
+            raise ValueError(f"--{flag} must name a {suffix} file, got {str(given[flag])!r}")
     for one, other, why in CLASHES:
         if given[one] and given[other]:
             raise ValueError(why)
-    sampling.check(a.temperature, a.top_k, a.top_p, a.min_p)
-    for cut in ("top_k", "top_p", "min_p"):
-        if given[cut] is not None and a.temperature == 0:
-            raise ValueError(f"--{cut.replace('_', '-')} does nothing at temperature 0, which is "
+    sampling.check(**options.sampling())
+    for name, value in options.sampling().items():
+        if value is not None and options.temperature == 0 and name != "temperature":
+            raise ValueError(f"--{name.replace('_', '-')} does nothing at temperature 0, which is "
                              "greedy: add --temperature T")
+    drafts.check_flags(options)
+    return options
 
 
 # --- the prompts
@@ -195,29 +186,25 @@ class Writer:
         self.model = model
         self.tokenizer = tokenizer
         self.prompts = prompts
-        self.eos = set(model.c.eos)
 
     def rounds(self, drafter, player=None):
         """What `speculative.rounds` yields. The page's `player` records coins and
         distributions."""
-        s = self.options.sampling
+        options = self.options
+        greedy = options.temperature == 0
         look = to_probs
-        coins = Coins(s.seed)
-        if self.options.exact and s.temperature > 0:    # at 0 nothing depends on them
-            coins = Race(row_seeds(s.seed, len(self.prompts)))
+        coins = Coins(options.seed)
+        if options.exact and not greedy:    # a greedy text does not depend on them
+            coins = Race(row_seeds(options.seed, len(self.prompts)))
         if player:
             coins = player.coins
             look = player.look
         if parallel.here() != (0, 1):
             coins = parallel.Agreed(coins)
-        simple = self.options.page or s.temperature == 0    # a page explains `verify`
-        verifier = verify if simple else verify_block
-
-        def probs(logits):
-            return look(logits, s.temperature, s.top_k, s.top_p, s.min_p)
-
-        return rounds(self.model, self.prompts, self.options.max_new, drafter, probs, coins,
-                      self.eos, None, verifier)
+        verifier = verify if options.page or greedy else verify_block   # a page explains `verify`
+        probs = partial(look, **options.sampling())
+        return rounds(self.model, self.prompts, options.max_new, drafter, probs, coins,
+                      self.model.c.eos, None, verifier)
 
     def rehearse(self, drafters):
         """Record the passes of the first 24 rounds, before anything is timed or printed. drafters:
@@ -253,69 +240,50 @@ class Writer:
 
 
 def load_model(options):
-    """(model, tokenizer), quantised, split and fused as the options say."""
-    device = checkpoint.find_device(options.device)
+    """(model, tokenizer), quantised, split or fused, with the passes that --exact or --fast ask
+    for."""
     part = parallel.here()
     alone = part == (0, 1)
-    for flag, on in (("fast", options.fast), ("exact", options.exact)):
-        if on and not alone:
+    for flag in ("fast", "exact"):
+        if vars(options)[flag] and not alone:
             raise ValueError(f"--{flag} works in one process, not in several")
     model, tokenizer = checkpoint.load(
-        options.model, device, options.dtype, KINDS.get(options.quant), None if alone else part)
-    if alone:
-        return fuse(model), tokenizer
-    return parallel.unite(model), tokenizer
-
-
-def stood_in(model, options):
-    """The model in the passes that --exact or --fast ask for."""
+        options.model, options.device, cli.DTYPES.get(options.dtype), KINDS.get(options.quant),
+        None if alone else part)
+    model = fuse(model) if alone else parallel.unite(model)
     if options.exact:
-        return exactly(model, options.fast)
-    if options.fast:
-        return fast(model)
-    return model
-
-
-def plan_of(options, model, tokenizer):
-    """How the drafts are made, as a drafts.Plan."""
-    # trap: measured costs differ between machines, and so would the random numbers a draft spends
-    may_measure = options.fast or options.sampling.temperature == 0
-    target = drafts.Target(options.model, model, tokenizer, bool(options.quant), may_measure)
-    return drafts.plan(options.how, target)
+        model = exactly(model, options.fast)
+    elif options.fast:
+        model = fast(model)
+    return model, tokenizer
 
 
 def run(options):
-    drafts.check_processes(options.how)
-    drafts.load_own(options.how)
+    drafts.check_before_loading(options)
     for path in filter(None, (options.picture, options.page)):
         check_writable(path)
     texts = texts_of(options)
     model, tokenizer = load_model(options)
     prompts = encoded(options, model.c, tokenizer, texts)
     check_prompts(model, prompts, options.max_new, list(texts))
-    model = stood_in(model, options)
     writer = Writer(options, model, tokenizer, prompts)
-    planned = plan_of(options, model, tokenizer)
+    plan = drafts.Plan(options, model, tokenizer)
     if options.fast:
         without = [None] if options.compare else []
-        writer.rehearse(lambda: [planned.make(), *planned.parts(), *without])
-    player = None
-    if options.page:
-        player = page.Player(tokenizer, prompts[0], options.sampling.seed)
-    seen = writer.watch(stats.Timed(planned.make()), player)
-    r = report.of_run(options, model, planned, list(texts.values()), seen)
-    first = parallel.here()[0] == 0
+        writer.rehearse(lambda: [plan.make(), *plan.parts(), *without])
+    player = page.Player(tokenizer, prompts[0], options.seed) if options.page else None
+    seen = writer.watch(stats.Timed(plan.make()), player)
+    r = report.of_run(options, model, plan, list(texts.values()), seen)
     try:
-        if options.picture and first:
-            show.picture(seen, options.picture)
-        if player and first:
-            settings = {"model": options.model.name, "draft": planned.note}
-            write_file(options.page, player.html(settings | asdict(options.sampling)))
+        if parallel.here()[0] == 0:
+            if options.picture:
+                show.picture(seen, options.picture)
+            if player:
+                settings = {"model": options.model.name, "draft": plan.note, **options.sampling()}
+                write_file(options.page, player.html(settings | {"seed": options.seed}))
     finally:    # a full disk does not cost the answer
         if options.compare:
-            # sampled texts may differ
-            judged = options.exact or options.sampling.temperature == 0
-            r |= report.against_plain(writer, planned, r["outputs"], judged)
+            r |= report.against_plain(writer, plan, r["outputs"])
         print(json.dumps(r) if options.json else report.summary(r, seen))
     different = r.get("first_divergence")
     return int(bool(different and (options.exact or not different["near_tie"])))
@@ -326,6 +294,6 @@ def main(argv=None):
     explain."""
     def start(argv):
         options = parse(argv)
-        with parallel.together(), own.blamed(options.how.draft, options.how.rule):
+        with parallel.together(), own.blamed(options.draft), own.blamed(options.rule):
             return run(options)
     return cli.main(start, argv)

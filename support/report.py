@@ -4,7 +4,7 @@ import sys
 import torch
 
 from machine import parallel
-from support import chat, show, stats
+from support import show, stats
 
 REPEATS = 3     # interleaved runs in --compare, after a warm-up of each
 
@@ -20,9 +20,6 @@ def of_run(options, model, plan, texts, seen):
     how = plan.note
     if plan.draft == "auto":
         how += f": {seen.timed.drafters[0].summary()}"
-    own_settings = ""
-    if options.sampling.temperature == 0:
-        own_settings = chat.own_settings(options.model)
     return {
         "outputs": outputs,
         **speed(n.tokens, seen.timed.reading, sum(seen.timed.seconds.values())),
@@ -41,8 +38,7 @@ def of_run(options, model, plan, texts, seen):
         "dtype": str(model.tok.dtype).removeprefix("torch."),
         "device": str(model.tok.device),
         "threads": torch.get_num_threads(),
-        "seed": options.sampling.seed,
-        "own_settings": own_settings,
+        "seed": options.seed,
     }
 
 
@@ -52,26 +48,24 @@ def speed(tokens, reading, seconds):
             "tokens_per_second": tokens / seconds if seconds else 0.0}
 
 
-def against_plain(writer, plan, printed, judged):
-    """Time drafted and plain decoding in turn. If `judged`, the printed texts must be the plain
-    ones."""
-    prompts = writer.prompts
+def against_plain(writer, plan, outputs):
+    """Time drafted and plain decoding in turn. The printed `outputs` must be the plain ones, unless
+    they were sampled without --exact."""
     makers = {"drafted": plan.make, "plain": lambda: None}
-    drafted, plain = stats.compare(writer.rounds, makers, len(prompts), REPEATS).values()
-    baseline = speed(plain.tokens, plain.reading, plain.seconds)
-    baseline |= {"target_passes": plain.passes, "ids": plain.outputs}
+    runs = stats.compare(writer.rounds, makers, len(outputs), REPEATS)
+    drafted, plain = (speed(run.tokens, run.reading, run.seconds) for run in runs.values())
+    texts = runs["plain"].outputs
     found = {
-        **speed(drafted.tokens, drafted.reading, drafted.seconds),
+        **drafted,
         "identical": None,
         "first_divergence": None,
-        "ratio": drafted.rate / plain.rate if plain.tokens else None,
-        "baseline": baseline,
+        "ratio": runs["drafted"].rate / runs["plain"].rate if runs["plain"].tokens else None,
+        "baseline": plain | {"target_passes": runs["plain"].passes, "ids": texts},
     }
-    if judged:
-        ids = [output["ids"] for output in printed]
-        different = stats.divergence(writer.model, prompts, ids, plain.outputs)
-        found["first_divergence"] = different
-        found["identical"] = different is None
+    if writer.options.exact or writer.options.temperature == 0:
+        ids = [output["ids"] for output in outputs]
+        different = stats.divergence(writer.model, writer.prompts, ids, texts)
+        found |= {"first_divergence": different, "identical": different is None}
     return found
 
 
@@ -79,8 +73,6 @@ def summary(r, seen):
     """The lines after the text, which are the legend, the counts, how it drafted, how fast it was
     and the verdict."""
     lines = [show.legend(show.colours(sys.stdout)), seen.summary(), r["how"], rates(r)]
-    if r["own_settings"]:
-        lines.append(f"this is greedy; the model's own settings: {r['own_settings']}")
     if "baseline" in r:
         lines.append(verdict(r))
     return "\n".join(filter(None, lines))

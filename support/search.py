@@ -47,7 +47,7 @@ def parse(argv):
              "(FR-Spec)")
     add("--seed", type=int, default=0)
     add("--device", help="cpu or cuda (default: cuda if there is one)")
-    add("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="float32")
+    add("--dtype", choices=cli.DTYPES, default="float32")
     a = p.parse_args(argv)
     if a.trials < 1 or a.tokens < 16 or a.draft_vocab is not None and a.draft_vocab < 1:
         raise ValueError("--trials and --draft-vocab must be at least 1 and --tokens at least 16")
@@ -99,7 +99,7 @@ def skip_file(space, entry):
 
 def run(argv):
     a = parse(argv)
-    model, tokenizer = checkpoint.load(a.model, a.device, getattr(torch, a.dtype))
+    model, tokenizer = checkpoint.load(a.model, a.device, cli.DTYPES[a.dtype])
     documents, c, out = read_texts(Path(a.text), "text", BOUNDARY), model.c, Path(a.out)
     space = Space(c.n_layers, tuple(i for i in range(2 * c.n_layers) if i not in a.protect))
     if not set(a.protect) < set(range(2 * c.n_layers)):

@@ -116,21 +116,6 @@ def test_where_templates_and_special_tokens_stand(folder, files):
     assert ours == theirs
 
 
-@pytest.mark.parametrize("settings, flags", [
-    ({}, ""),
-    ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, "--temperature 0.6 --top-p 0.9"),
-    ({"top_k": 20, "top_p": 1.0, "min_p": 0.0}, "--temperature 1.0 --top-k 20"),
-    ({"do_sample": False, "temperature": 0.6}, ""), ({"temperature": "hot"}, ""),
-    ({"top_p": 7}, "")])
-def test_the_models_own_settings_are_offered(call, folder, settings, flags):
-    path = folder({"generation_config.json": settings, CONFIG: {"chat_template": "hi"}})
-    assert chat.own_settings(path) == flags
-    said = call("Hi", "--chat", "--model", path, "--max-new", "1")[1]
-    assert (f"own settings: {flags}" in said) == bool(flags)
-    assert "own settings" not in call("Hi", "--model", path, "--max-new", "1",
-                                      "--temperature", "1")[1]
-
-
 @pytest.mark.parametrize("template, why", [
     (7, "no chat template"), ([RAG], "no chat template"), ("{% for x in %}", "template fails: "),
     ("{{ raise_exception('no\nusers here') }}", "the chat template fails: no users here"),

@@ -24,7 +24,7 @@ call = command(generate.main)
 @pytest.fixture
 def plan(stories):
     """The Plan that flags ask for."""
-    return lambda *flags: generate.plan_of(generate.parse(["x", *map(str, flags)]), *stories)
+    return lambda *flags: drafts.Plan(generate.parse(["x", *map(str, flags)]), *stories)
 
 
 def test_a_draft_vocabulary_shortens_the_head(call, plan, tmp_path):
@@ -61,7 +61,7 @@ def test_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
 
     def arms(model, folder, *flags):
         a = generate.parse(["x", "--draft", "auto", "--model", str(folder), *flags])
-        return {arm.name: arm for arm in generate.plan_of(a, model, stories[1]).make().arms}
+        return {arm.name: arm for arm in drafts.Plan(a, model, stories[1]).make().arms}
 
     arm = arms(half, tmp_path)["quantised copy"]
     assert isinstance(arm.drafter.model.head, Int4)
@@ -111,7 +111,7 @@ def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, caps
 
     def names(*flags):
         a = generate.parse(["x", "--draft", "auto", "--model", str(tmp_path), *flags])
-        return [way.name for way in generate.plan_of(a, *stories).make().arms]
+        return [way.name for way in drafts.Plan(a, *stories).make().arms]
 
     assert "prophet" in names() and "medusa" not in names()
     assert "medusa" in capsys.readouterr().err.splitlines()[0]
@@ -122,7 +122,8 @@ def test_costs_are_measured_once_for_large_models_only(call, plan, stories, tmp_
     assert plan().make().costs == byte_costs(stories[0]), "a small model"
     table = Costs((0.1, 1 / 3) * stories[0].c.n_layers, 0.7, ((1, 1.0), (17, 4 / 3)), 1e-6, 64)
     measured = []
-    monkeypatch.setattr(measure, "quick", lambda model: measured.append(model) or table)
+    monkeypatch.setattr(measure, "measure_costs",
+                        lambda model, **how: measured.append(model) or table)
     monkeypatch.setattr(drafts, "MEASURED", 1e3)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert plan().make().costs is table and "measuring" in call.capsys.readouterr().err
@@ -228,9 +229,9 @@ def test_a_drafter_and_a_rule_from_a_file(call, mine):
 
 
 @pytest.mark.parametrize("flags, culprits", [
-    (["--draft", "MINE:many"], ["mine.py:many", "(model, gamma)", "more"]),
+    (["--draft", "MINE:many"], ["mine.py, line 15", "more"]),
     (["--draft", "MINE:none"], ["mine.py:none", "NoneType", "Drafter"]),
-    (["--draft", "exit", "--rule", "MINE:none"], ["mine.py:none", "(gamma)"]),
+    (["--draft", "exit", "--rule", "MINE:none"], ["mine.py, line 16", "gamma"]),
     (["--draft", "MINE:seven"], ["seven is not callable"]),
     (["--draft", "MINE:eight"], ["eight is not there"]),
     (["--draft", "nowhere.py:x"], ["nowhere.py"]),

@@ -27,7 +27,6 @@ def priced(drafter, costs):
 
 DRAFTERS = {"del": lambda m: priced(DEL(m, exits=[2, 5], every=2, gamma=4), FREE)}
 test_greedy_identity = promises.greedy_identity(DRAFTERS)
-test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS)
 test_poison = promises.poison(DRAFTERS, count=12)   # neither drafts nor scores read what is dead
 test_exact_law = promises.exact_law({
     "del": (TINY_GEMMA, lambda m: priced(DEL(m, gamma=2), Costs((0.02,) * 5 + (9.0,), 0.0))),

@@ -11,7 +11,6 @@ from speculative import rounds
 DRAFTERS = {"suffix": lambda m: Suffix(4), "exit, then suffix": lambda m: Then(
     SelfDraft(m, range(8), 2), Suffix(3))}
 test_greedy_identity = promises.greedy_identity(DRAFTERS)
-test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS)
 test_end_of_text_at_every_position = promises.end_of_text(DRAFTERS, ["suffix"], range(7))
 test_context_limit = promises.context_limit(DRAFTERS, ["suffix"])
 test_exact_law = promises.exact_law({"suffix": (TINY, lambda m: Suffix(2))})

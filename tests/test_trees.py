@@ -1,7 +1,6 @@
 """Trees: the mask, recursive rejection, the loop, the shapes, and drafts with siblings."""
 import itertools
 from collections import Counter
-from types import SimpleNamespace
 
 import promises
 import pytest
@@ -114,11 +113,9 @@ TREES = {
 
 
 test_greedy_identity = promises.greedy_identity(TREES, on=["cpu"])
-test_rows_equal_solo_runs = promises.rows_equal_solo_runs(TREES, ["exit", "model", "certain"])
 test_poison = promises.poison(TREES, ["exit, stopped", "model"])
 test_end_of_text_at_every_position = promises.end_of_text(TREES, ["exit", "certain"], range(6))
 test_context_limit = promises.context_limit(TREES, ["exit", "model", "drawn", "long"])
-test_short_answers = promises.short_answers(TREES, ["exit", "model", "drawn"])
 test_one_wait_a_round = promises.one_wait_a_round(
     TREES, ["exit", "model", "exit, stopped", "exit, then n-gram"],
     extra={"exit, stopped": 5, "exit, then n-gram": 1})
@@ -246,12 +243,3 @@ def test_what_makes_no_sense_is_refused(models):
     m = models["llama"]
     with pytest.raises(ValueError, match="a tree has several ends"):
         generate(m, PROMPTS, 20, Then(TREES["exit"](m), NGram(2, 1)))
-
-
-def test_a_shape_keeps_its_parents_where_levels_are_left_out():
-    """Its third level is not drafted, and siblings of the others come after it."""
-    q = torch.tensor([[[0.5, 0.3, 0.2]] * 2])
-    state = SimpleNamespace(coins=Coins(0), send=torch.as_tensor)
-    tree = trees.branch(state, Draft(torch.tensor([[0, 1]]), q), q.log(), [0, 1, 2, 0, 1])
-    assert tree.parents.tolist() == [[0, 1, 0, 1]] and tree.tokens[0, :2].tolist() == [0, 1]
-    assert tree.tokens[0, 2] != 0 and tree.tokens[0, 3] != 1, "another token for each place"

@@ -1,14 +1,10 @@
-"""The museum: each bug is off by what its page says, ours is not, and grader and porting kit see
-it."""
-import importlib
-import inspect
+"""The museum: each bug is off by what its page says, and ours is not. That the grader sees those
+in exercises is what `python exercises/check.py` tries."""
 import json
 import os
-import re
 import subprocess
 import sys
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,119 +13,18 @@ from tiny import law as enumerated
 from tiny import wide
 
 import control
-import minimal
-import sampling
 from exercises import autograder, museum
-from exercises.check import answer
-from exercises.museum import EXHIBITS, OURS, RIGHT, changed, five, laws, off, show
-from exercises.tasks import TASKS, choose, file_name
+from exercises.answers import original
+from exercises.museum import EXHIBITS, OURS, RIGHT, five, laws, off, show
+from exercises.tasks import choose, file_name
 from model import visible
-from porting import check, engine, library_engine, library_port, make
 from verification import verify, verify_block
-
-each_exhibit = pytest.mark.parametrize("e", EXHIBITS, ids=[e.name for e in EXHIBITS])
-CASES = {n: case for n, case in check.read_cases(check.TRACES).items() if case[0]["step"] >= 8}
-
-
-def plant(monkeypatch, e):
-    """The bug takes the place of ours wherever a module holds it."""
-    name, function, *_ = changed(e)
-    if name == "Coins":
-        method = e.scope.split(".")[1]
-        monkeypatch.setattr(sampling.Coins, method, getattr(function, method))
-        return
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(name) is OURS[name]:
-            monkeypatch.setattr(module, name, function)
-
-
-def inputs(node):
-    """(what, call) for each set of arguments of a test."""
-    file, name = node.partition("[")[0].split("::")
-    test = getattr(importlib.import_module(Path(file).stem), name)
-    sets = [{}]
-    if "record_property" in inspect.signature(test).parameters:
-        sets = [{"record_property": lambda *_: None}]
-    for mark in getattr(test, "pytestmark", ()):
-        if mark.name == "parametrize":
-            names = [word.strip() for word in mark.args[0].split(",")]
-            rows = [values if len(names) > 1 else [values] for values in mark.args[1]]
-            sets = [given | dict(zip(names, values, strict=True))
-                    for given in sets for values in rows]
-    for given in sets:
-        yield f"{name}{given}", lambda test=test, given=given: test(**given)
-
-
-def refused(e):
-    """The inputs of the exercise's own tests that the bug fails."""
-    task = next(task for task in TASKS if e.scope in task.functions)
-    found = []
-    for what, call in (pair for node in task.tests for pair in inputs(node)):
-        try:
-            call()
-        except (Exception, pytest.fail.Exception):
-            found.append(what)
-    return found
-
-
-def by_minimal(request):
-    """The answer of a port whose loop is `minimal.rounds_with_cache`: what each round wrote; None
-    for a case that this loop does not run."""
-    drafter = request.get("drafter", {})
-    blocks = len(drafter.get("sublayers", ())) // 2
-    if (request["op"] != "rounds" or request["trees"] or len(request["prompts"]) > 1 or not blocks
-            or drafter["sublayers"] != list(range(2 * blocks))):
-        return None
-    model = library_port.load(museum.ROOT / request["model"], torch.float64)
-    model.c = replace(model.c, eos=tuple(request["eos"]))
-    found = minimal.rounds_with_cache(
-        model, request["prompts"][0], request["max_new"], blocks, drafter["gamma"],
-        lambda x: sampling.to_probs(x, **request["sampling"]), sampling.Coins(request["seed"]))
-    return [[new] for *_, new in found]
-
-
-def wrong_cases(e):
-    """The numbers of the porting kit's cases that are answered wrongly now."""
-    found = []
-    for number, (request, expect) in CASES.items():
-        try:
-            if e.scope == "rounds_with_cache":
-                got = by_minimal(request)
-                if got not in (None, [r["new"] for r in expect["answer"].get("rounds", ())]):
-                    found.append(number)
-                continue
-            got = json.loads(json.dumps(library_port.answer(request)[0]))
-        except Exception:
-            found.append(number)
-            continue
-        if check.differ(expect["answer"], got, 1e-6, []):
-            found.append(number)
-    return found
-
-
-def wrong_calls(e):
-    """The same of the kit for engines, whose cases hold p and q: of a bug in what it calls."""
-    name, function, *_ = changed(e)
-    rules = {rule: function if ours.__name__ == name else ours
-             for rule, ours in library_engine.RULES.items()}
-    calls = [case for case in json.loads(engine.CASES.read_text(encoding="utf-8"))["cases"]
-             if "law" not in case]
-    found = []
-    for case in calls:
-        try:
-            got = make.engine_answer(case, lambda r: library_engine.answer(r, rules))
-        except AttributeError:      # a bug that wants noise of its own
-            got = None
-        if got != case["answer"]:
-            found.append(case["case"])
-    return found
-
 
 PAGE = (Path(museum.__file__).with_name("museum.md")).read_text(encoding="utf-8")
 SECTIONS = dict(enumerate(PAGE.split("\n## ")[1:], 1))
 
 
-@each_exhibit
+@pytest.mark.parametrize("e", EXHIBITS, ids=[e.name for e in EXHIBITS])
 def test_a_bug_is_off_by_what_the_page_says_and_ours_is_not(e):
     section = SECTIONS[EXHIBITS.index(e) + 1]
     lines = list(show(e))
@@ -137,35 +32,6 @@ def test_a_bug_is_off_by_what_the_page_says_and_ours_is_not(e):
     assert "](https://" in section and e.name.lower() in section.lower().partition("\n")[0]
     assert float(lines[-1].removeprefix("off by ")) > 0.02
     assert off(e, OURS) < (0.002 if "points" in e.case else 1e-12)
-
-
-@each_exhibit
-def test_grader_and_porting_kit_see_it_by_two_inputs_each(e, monkeypatch):
-    """`until`, `flip` and the loop are no exercises. The kit for engines holds neither drafters
-    nor loops, and neither kit has grammars or rings."""
-    plant(monkeypatch, e)
-    assert e.scope in ("until", "Coins.flip", "rounds_with_cache") or len(refused(e)) >= 2
-    if e.file == "exercises/serving.py":
-        return
-    wrong = wrong_cases(e)
-    said = SECTIONS[EXHIBITS.index(e) + 1].partition("*Seen by*")[2].replace("\n", " ")
-    cases = [int(n) for words in re.findall(r"ases? (\d+(?:(?:,| and) \d+)*)", said)
-             for n in re.findall(r"\d+", words)]
-    assert len(wrong) >= 2 and set(cases) <= {*wrong}
-    outside = "chain", "until", "to_probs", "rounds_with_cache"
-    assert e.scope in outside or len(wrong_calls(e)) >= 2
-
-
-def test_the_loop_of_minimal_answers_the_rounds_of_the_kit():
-    """So its bug is seen where it is wrong, and nowhere else."""
-    bug = next(e for e in EXHIBITS if e.scope == "rounds_with_cache")
-    assert not wrong_cases(bug)
-    assert sum(by_minimal(request) is not None for request, _ in CASES.values()) >= 4
-
-
-def test_the_tests_of_ours_that_the_page_names_for_what_is_no_exercise():
-    until = changed(next(e for e in EXHIBITS if e.scope == "until"))[1]
-    assert until({0}, [5, 0, 7]) != [5, 0], "its example"
 
 
 def test_shared_noise_by_hand():
@@ -268,7 +134,7 @@ def test_the_zip_grades_an_answer_as_the_server_would(tmp_path):
     submission.mkdir()
     (tmp_path / "results").mkdir()
     task = choose("8")
-    (submission / file_name(task)).write_text(answer(task), encoding="utf-8")
+    (submission / file_name(task)).write_text(original(task), encoding="utf-8")
     done = subprocess.run(["sh", source / "run_autograder"], cwd=tmp_path, capture_output=True,
                           text=True,
                           env=os.environ | {"AT": str(tmp_path), "PY": sys.executable})

@@ -10,7 +10,7 @@
     python -m lab.bench block        block verification, compared with token by token
     python -m lab.bench counts       operations and GPU waits of a round: counted, so free of noise
     python -m lab.bench search       the search for a skip set, compared with all 4,096 sets
-    python -m lab.bench beyond       M2R2, ProphetNet, HAMburger and a sparse self-draft, measured
+    python -m lab.bench beyond       ProphetNet, HAMburger and a sparse self-draft, measured
 """
 import argparse
 import json
@@ -41,7 +41,7 @@ COMMANDS = {    # (Namespace) -> (Markdown, data); the flags that it reads; thei
     "block": (block.run, f"{MODEL} new quick prompts draft", {}),
     "counts": (counts.run, "", {}),
     "search": (search.run, "model device", {}),
-    "beyond": (beyond.run, "model device new quick twin", {})}
+    "beyond": (beyond.run, "model device new quick", {})}
 
 
 def at_least(least):
@@ -78,7 +78,6 @@ FLAGS = {
                    "as wide as a step of int4: weights that came in 4 bits lie on a grid, which "
                    "flatters int4, and with the noise its gain is a lower bound"),
     "gguf": dict(metavar="FILE", help="for llama.cpp: --model in a GGUF file (default: SmolLM2)"),
-    "twin": dict(metavar="DIR", help="a model trained plainly, compared with --model"),
     "out": dict(metavar="PATH", help="write PATH.json and PATH.md")}
 
 

@@ -8,10 +8,11 @@ from itertools import product
 import torch
 from tqdm import tqdm
 
-from lab.bench.real import how_of, plans
+from lab.bench.real import options_of
 from lab.bench.shared import kinds_of, load, page, prompts_of, table
 from sampling import Coins, to_probs
 from speculative import generate
+from support.drafts import Plan
 from verification import verify, verify_block
 
 GAMMAS, TEMPERATURES, SEEDS = range(2, 7), (0.8, 1.0), 4
@@ -21,9 +22,9 @@ JUDGES = {"token by token": verify, "block": verify_block}
 @torch.inference_mode()
 def run(a):
     model, tokenizer = load(a)
-    lines = {line: how_of(line) for line in a.draft or ["exit"]}
-    makers = plans(a, {(line, gamma): replace(how, gamma=gamma) for line, how in lines.items()
-                       for gamma in GAMMAS}, model, tokenizer)
+    lines = a.draft or ["exit"]
+    plans = {(line, gamma): Plan(replace(options_of(a, line), gamma=gamma), model, tokenizer)
+             for line, gamma in product(lines, GAMMAS)}
     prompts = [ids for kind in kinds_of(a) for ids in prompts_of(a, kind, tokenizer)]
     seeds = range(1 if a.quick else SEEDS)
     rows = []
@@ -34,7 +35,7 @@ def run(a):
         # A B A B, text by text
         for seed, ids, (name, judge) in product(seeds, prompts, JUDGES.items()):
             start = time.perf_counter()
-            drafter = makers[line, gamma].make()
+            drafter = plans[line, gamma].make()
             (out,), passes = generate(model, [ids], a.new, drafter, probs, Coins(seed), model.c.eos,
                                       verify=judge)
             spent[name].append((len(out), passes, time.perf_counter() - start))

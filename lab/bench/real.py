@@ -35,7 +35,8 @@ from methods import heads
 from methods.pace import COPY
 from sampling import Coins, to_probs
 from speculative import rounds
-from support import cli, drafts
+from support import generate
+from support.drafts import Plan
 from support.stats import Timed
 from verification import verify_block
 
@@ -56,7 +57,7 @@ SMALL = {
 THEIRS = {"transformers, plain": {},
           "transformers, prompt lookup": {"prompt_lookup_num_tokens": COPY},
           "transformers, assistant_early_exit": {}}
-VARY = "ngram", "suffix", "auto"    # whose drafts are not of one length
+VARY = "ngram", "suffix", "auto"    # kinds whose drafts are not of one length
 SHORT = 8                           # tokens that a way writes to warm up
 COLUMNS = {"tokens/s": "{tokens_per_second:.1f}", "ratio to plain": "{ratio:.2f}",
            "by the formula": "{predicted:.2f}", "tau": "{tau:.2f}", "alpha": "{tested:.2f}",
@@ -108,19 +109,9 @@ def named(names, words):
             if not words or name == "plain" or any(word in name for word in words)]
 
 
-def how_of(line):
-    """The How of what follows --draft in generate.py."""
-    p = cli.Parser(allow_abbrev=False)
-    drafts.add_flags(p)
-    how = drafts.How(**vars(p.parse_args(["--draft", *shlex.split(line)])))
-    drafts.check_flags(how)
-    return how
-
-
-def plans(a, hows, model, tokenizer, timed=True):
-    """{name: drafts.Plan}. Costs are only measured where the model is timed."""
-    target = drafts.Target(Path(a.model), model, tokenizer, may_measure=timed)
-    return {name: drafts.plan(how, target) for name, how in hows.items()}
+def options_of(a, line):
+    """The options of generate.py with this line after its --draft."""
+    return generate.parse(["", "--model", str(a.model), "--draft", *shlex.split(line)])
 
 
 def write(model, drafter, probs, ids, seed, new):
@@ -185,11 +176,11 @@ def check_texts(texts, where):
             raise RuntimeError(f"{name} differs from plain decoding {where}")
 
 
-def check_in_double(a, hows, tokenizer, prompts):
+def check_in_double(a, options, tokenizer, prompts):
     """Every way writes the first text of each kind in float64, where no rounding explains another
     text."""
     model = opened(a, "float64")
-    found = plans(a, hows, model, tokenizer, timed=False)
+    found = {name: Plan(some, model, tokenizer) for name, some in options.items()}
     for kind, (ids, *_) in prompts.items():
         check_texts({name: write(model, plan.make(), to_probs, ids, 0, a.new).ids
                      for name, plan in found.items()}, f"on {kind} in float64")
@@ -240,10 +231,11 @@ def prices(samples, plain):
     return drafting / proposed / one, rest / sum(len(s.rounds) for s in samples) / one
 
 
-def promised(model, plan, how, r):
+def promised(model, plan, r):
     """What of a fixed draft is known by bytes, and what the formula makes of its alpha, c and
     block."""
-    if not how.gamma or how.rule or how.tree or how.draft in VARY or "c" not in r:
+    how = plan.options
+    if not how.gamma or how.rule or how.tree or plan.kind in VARY or "c" not in r:
         return {}
     found = {"predicted": expected_speedup(r["tested"], how.gamma, r["c"], r["block"])}
     drafter = plan.make()
@@ -265,7 +257,7 @@ def opened(a, dtype):
 def run(a):
     lines = lines_of(a)
     names = named([*lines, *((*THEIRS, *llamacpp.NAMES) if a.only else ())], a.only)
-    hows = {name: how_of(line) for name, line in lines.items() if name in names}
+    options = {name: options_of(a, line) for name, line in lines.items() if name in names}
     check_folder(Path(a.model))
     others = {}
     if set(names) & set(llamacpp.NAMES):
@@ -278,8 +270,8 @@ def run(a):
     model = fast(model) if a.fast else model
     bits = model.replays() and not model.tok.is_cuda
     if not bits:
-        check_in_double(a, hows, tokenizer, prompts)
-    found = plans(a, hows, model, tokenizer)
+        check_in_double(a, options, tokenizer, prompts)
+    found = {name: Plan(some, model, tokenizer) for name, some in options.items()}
     measure({name: ours(model, plan, to_probs) for name, plan in found.items()} | others,
             next(iter(prompts.values()))[:1], SHORT, 1)         # a warm-up
     began = time.perf_counter()
@@ -293,7 +285,7 @@ def run(a):
         for name, r in rows.items():
             del r["texts"]
             if name in found:
-                r |= promised(model, found[name], hows[name], r)
+                r |= promised(model, found[name], r)
         results[title] = rows
         gains = ", ".join(f"{name} {r['ratio']:.2f}" for name, r in rows.items())
         note("real", f"{title}, after {time.perf_counter() - began:.0f} s: {gains}")
