@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import GEMMA, LIVELY, LLAMA, PROMPTS, Unsure, each_family, make
+from tiny import GEMMA, LIVELY, LLAMA, PROMPTS, Unsure, a_tree, each_family, make
 
 from kvcache import KVCache, prefill
 from layerskip import SelfDraft
@@ -19,7 +19,7 @@ from machine.few import FewRows
 from machine.quant import Int4, Int8, quantise
 from methods.heads import Eagle, Kangaroo
 from methods.standin import ShortHead
-from methods.trees import Siblings, ancestors
+from methods.trees import Siblings
 from model import Placement
 from speculative import generate
 
@@ -124,19 +124,9 @@ def test_other_shapes(name):
 @each_family
 @torch.inference_mode()
 def test_a_tree(family):
-    """A root, two children and a grandchild."""
     model = make(LIVELY[family]).float()
-    fast, nodes = FewRows(model), torch.tensor([[3, 7, 1, 9], [5, 2, 2, 8]])
-    tree = ancestors(torch.tensor([[0, 0, 1]]))
-    places = torch.tensor([[6, 7, 7, 8], [0, 1, 1, 2]])
-    slots = places[:, :1] + torch.arange(4)
-    whole = Placement(places, slots, 0, 10, tree)
-    caches = [KVCache(model.c, 2, 24, torch.float32) for _ in range(2)]
-    for cache in caches:
-        prefill(model, torch.arange(12).view(2, 6) % 17, cache)
-    x = model.embed(nodes)
-    want = model.run(x, whole, caches[1])
-    assert torch.allclose(fast.run(x, whole, caches[0]), want, atol=1e-4)
+    x, at, (mine, theirs) = a_tree(model)
+    assert torch.allclose(FewRows(model).run(x, at, mine), model.run(x, at, theirs), atol=1e-4)
 
 
 def rough(model, kind):
