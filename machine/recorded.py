@@ -3,9 +3,9 @@
 A pass of a small model is hundreds of tiny operations, and most of its time goes into starting
 them. A CUDA graph starts all of them at once, but it freezes shapes, addresses and Python numbers.
 So whatever differs between two rounds must be one of its inputs, or part of the key that it is
-stored under. On a CPU `machine.few` does the same in one call of C++.
+stored under, and a pass reads all slots of its cache, also those after the text. On a CPU
+`machine.few` does the same in one call of C++.
 """
-import math
 from collections import Counter
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +19,6 @@ from machine.tolerance import distance, tolerance
 from model import StandIn, Transformer
 
 TRIES = 3       # recordings of a pass that may fail their check before it stays eager
-REACH = 256     # texts up to this length share their recordings
 
 
 class Key(NamedTuple):
@@ -27,8 +26,6 @@ class Key(NamedTuple):
     piece: Piece | None
     rows: int               # texts
     width: int              # tokens of a block
-    reach: int              # slots that are read
-    dtypes: tuple
 
 
 class Recorded(StandIn):
@@ -37,39 +34,31 @@ class Recorded(StandIn):
 
     `tape` is the class that records, by default CUDA graphs of joined kernels. A block is padded to
     the next of `widths` with dead tokens, whose keys go to the spare slots of a cache. `say` is
-    called with a line about what fails, and prints it by default. With `exact`, a pass is recorded
-    the first time it occurs, because an eager pass rounds differently. Do not move, cast or train
-    the model later.
+    called with a line about what fails, and prints it by default. Do not move, cast or train the
+    model later.
     """
 
-    def __init__(self, model, tape=JoinedGraph, widths=(1, 8), reach=REACH, say=None, lead=None,
-                 exact=False):
+    def __init__(self, model, tape=JoinedGraph, widths=(1, 8), say=None, lead=None):
         super().__init__(model)
         self.tape = tape
         self.widths = widths
         self.widest = widths[-1]
-        self.reach = reach
         self.say = say or partial(files.note, "recorded")
-        self.exact = exact
         self.tapes = {}         # {key: tape} of functions that read no cache
-        self.homes = []         # one for each cache that the others read
-        self.seen = set()       # keys that ran eagerly once
-        self.failed = Counter()     # {key: recordings that failed their check}
-        self.refused = set()    # keys that stay eager
+        self.homes = {}         # {shape and dtype of a cache: the Home of the others}
+        self.failed = Counter()     # {key: recordings that failed; after TRIES it stays eager}
         self.frozen = False
         self.lead = lead or self            # once the lead is frozen, nothing new is recorded
         model.angles(1)         # trap: the table may still have another dtype
 
     def rehearse(self, write):
-        """Call write() twice, which records all that it needs. From then on nothing new is
-        recorded."""
+        """Call write(), which records all that it needs. From then on nothing new is recorded."""
         self.frozen = False
-        write()
         write()
         self.frozen = True
 
     def alongside(self, model):
-        return Recorded(model, self.tape, self.widths, self.reach, self.say, self.lead)
+        return Recorded(model, self.tape, self.widths, self.say, self.lead)
 
     @torch.inference_mode()
     def run(self, x, at, cache=None, sublayers=None, trace=None):
@@ -77,10 +66,9 @@ class Recorded(StandIn):
         if sublayers is None:
             sublayers = range(2 * self.c.n_layers)
         traced = tuple(i for i in trace or () if i in sublayers)
-        chain = at.tree is None and at.positions is at.slots
         states = None
-        if cache is not None and sublayers:
-            states = self.states(Piece(tuple(sublayers), traced, chain), x, at, cache)
+        if cache is not None and sublayers and (at.tree is not None or at.positions is at.slots):
+            states = self.states(Piece(tuple(sublayers), traced, at.tree is None), x, at, cache)
         if states is None:
             return self.model.run(x, at, cache, sublayers, trace)
         T = x.shape[1]
@@ -95,44 +83,32 @@ class Recorded(StandIn):
         if W is None:
             return None
         S = cache.k.shape[3]
-        end = at.end + W - T
-        if at.same and (at.first == 0 or end > S):
+        if at.same and (at.first == 0 or at.end + W - T > S):
             return None     # first is 0 in a prompt, which is read once, so recording would not pay
-        cos, sin = self.angles_read(min(end, S), S)
         tapes = self.home(cache).tapes      # trap: a new cache may change its memory here
-        key = Key(piece, B, W, len(cos), (x.dtype, cache.k.dtype))
+        fixed = [t[:S] for t in self.model.angles(S)]
+        for i in piece.sublayers:
+            if i % 2 == 0:
+                fixed += cache.layers[i // 2]
         if not piece.chain:
-            at = widen(at, W - T, len(cos))
-        inputs = [pad(x, W), *piece.placed(self.model, at, B, W)]
-        layers = [t for i in piece.sublayers if i % 2 == 0 for t in cache.layers[i // 2]]
-        return self.play(tapes, key, piece, inputs, [cos, sin, *layers])
+            at = widen(at, W - T, S)
+        inputs = [pad(x, W), *piece.placed(at, B, W)]
+        return self.play(tapes, Key(piece, B, W), piece, inputs, fixed)
 
     def home(self, cache):
         """The Home of a cache. A new cache moves into the memory of another of its size."""
-        for home in self.homes:
-            if home.cache() is cache:
-                return home
-        fitting = [home for home in self.homes if home.fits(cache)]
-        if not fitting:
-            self.homes = [home for home in self.homes if home.cache() is not None]
-            self.homes.append(Home(cache))
-            return self.homes[-1]
-        empty = [home for home in fitting if home.cache() is None]
-        home = (empty or fitting)[0]
-        home.move_in(cache)
+        kind = cache.k.shape, cache.k.dtype
+        if kind not in self.homes:
+            used = {other: home for other, home in self.homes.items() if home.cache() is not None}
+            self.homes = used | {kind: Home(cache)}
+        home = self.homes[kind]
+        if home.cache() is not cache:
+            home.move_in(cache)
         return home
 
     def width(self, T):
         """The width that a block of T tokens is padded to, or None if it runs eagerly."""
         return next((width for width in self.widths if width >= T), None)
-
-    def angles_read(self, end, slots):
-        """[cos, sin] for a `Piece`, which are the angles of all positions that are read, (reach, D)
-        each. There are few reaches, because each needs a recording."""
-        count = 1 + math.ceil(math.log2(max(1, slots / self.reach)))
-        step = 8 * math.ceil(slots / (8 * count))
-        reach = min(slots, step * math.ceil(end / step))
-        return [t[:reach] for t in self.model.angles(reach)]
 
     @torch.inference_mode()
     def unembed(self, x, only=None):
@@ -143,8 +119,7 @@ class Recorded(StandIn):
         y = None
         if only is None and width:
             x = pad(x, width)
-            key = Key(None, *x.shape[:2], 0, (x.dtype,))
-            y = self.play(self.tapes, key, Transformer.unembed, (x,), [])
+            y = self.play(self.tapes, Key(None, *x.shape[:2]), Transformer.unembed, (x,), [])
         if y is None:
             y = self.model.unembed(x, only)
         return y[:, :T]
@@ -154,30 +129,25 @@ class Recorded(StandIn):
         return any(self.all_tapes())
 
     def all_tapes(self):
-        return [self.tapes, *(home.tapes for home in self.homes)]
+        return [self.tapes, *(home.tapes for home in self.homes.values())]
 
     def play(self, tapes, key, f, inputs, fixed):
-        """f(model, *inputs, *fixed), replayed. It is None if f should run eagerly, for example the
-        first time that it is seen."""
-        new = key not in tapes and key not in self.refused and not self.lead.frozen
-        if new and (self.exact or key in self.seen):
+        """f(model, *inputs, *fixed), replayed. It is None if f should run eagerly. What is new is
+        recorded at once, because a pass that was eager the first time would round differently."""
+        if key not in tapes and not self.lead.frozen:
             x, *placed = inputs
             # trap: a width that no round of a rehearsal needed would run eagerly from then on
             for width in self.widths if key.piece is None or key.piece.chain else [key.width]:
                 other = key._replace(width=width)
-                if other not in tapes and other not in self.refused:
+                if other not in tapes and self.failed[other] < TRIES:
                     block = x if width == key.width else x[:, :1].repeat(1, width, 1)
                     self.record(tapes, other, f, [block, *placed], fixed)
-        self.seen.add(key)
         return tapes[key](inputs) if key in tapes else None
 
     def record(self, tapes, key, f, inputs, fixed):
         """Keep a recording of f, if it agrees with f on these inputs."""
-        what = "the head"
-        sublayers = ()
-        if key.piece:
-            sublayers = key.piece.sublayers
-            what = f"{len(sublayers)} sub-layers"
+        sublayers = key.piece.sublayers if key.piece else ()
+        what = f"{len(sublayers)} sub-layers" if key.piece else "the head"
         name = f"{what}, batch {key.rows}, blocks of {key.width}"
         want = f(self.model, *inputs, *fixed)
         kept = [t.clone() for t in fixed]
@@ -191,7 +161,7 @@ class Recorded(StandIn):
                 self.tape = self.tape.plainer
                 return self.record(tapes, key, f, inputs, fixed)
             self.say(f"{name}: not recorded, {why}")
-            self.refused.add(key)
+            self.failed[key] = TRIES
             return
         pairs = zip([got, *fixed[2:]], [want, *kept[2:]], strict=True)
         off = [distance(a, b) for a, b in pairs]
@@ -203,6 +173,5 @@ class Recorded(StandIn):
             t.copy_(before)
         self.failed[key] += 1   # the next input will tell whether this one was odd
         if self.failed[key] == TRIES:
-            self.refused.add(key)
             self.say(f"{name}: recording dropped, because it is off by {max(off):.2g} of the "
                      "eager pass")
