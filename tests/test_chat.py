@@ -32,15 +32,6 @@ TEMPLATES = {"chatml": CHATML, "brackets": """
 {% set ns = namespace(s='') %}{% for m in messages[::-1] %}
 {% if m.role == 'system' %}{% continue %}{% endif %}{% set ns.s = ns.s ~ m.content %}
 {% if m.role == 'user' %}{% break %}{% endif %}{% endfor %}{{ ns.s }}""",
-    "a switch for thinking": """
-{%- if tools %}{{- 'Tools' }}{%- endif %}
-{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
-{%- set content = m.content.split('</think>')[-1].lstrip('\n') %}
-{{- content + '<|im_end|>\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}
-{{- '<think>\n\n</think>\n\n' }}{%- endif %}
-{%- endif %}""",
     "macros and generation": """
 {% macro turn(role, text='') %}<{{ role | upper }}>{{ text }}{{ caller() if caller }}
 {% endmacro %}{% set x = 'out' %}{% for m in messages %}{% if m.role == 'assistant' %}
