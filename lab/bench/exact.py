@@ -90,8 +90,8 @@ def run(a):
         for what in usual if a.repeats else ():
             time = over_usual(exact[what], usual[what], probs, a.repeats)
             found[what][f"{name}, time"] = f"{time:.2f}"
-    words = (f"{a.model}, {a.dtype}; {a.machine}; in {'fast' if a.fast else 'eager'} passes: how "
-             f"many of {len(prompts)} texts of {a.new} tokens are the same as with nothing changed, "
-             "and their time relative to without --exact")
+    words = (f"{a.model}, {a.dtype}; {a.machine}; in {'fast' if a.fast else 'eager'} passes: "
+             f"how many of {len(prompts)} texts of {a.new} tokens are as with nothing changed, and "
+             "their time relative to without --exact")
     rows = [[what, *cells.values()] for what, cells in found.items()]
     return page([words, "", *table(["changed", *found["nothing"]], rows)]), {"found": found}

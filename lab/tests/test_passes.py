@@ -1,5 +1,4 @@
-"""Small tables of plain decoding, products of few rows, long prompts, exact texts and block
-verification."""
+"""Small tables of plain decoding, products of few rows, exact texts and block verification."""
 import pytest
 import torch
 
@@ -30,12 +29,6 @@ def test_products_of_few_rows():
     assert all(f"| {form} | " in text for form in forms)
     with pytest.raises(ValueError, match="^no loops for float64 on cpu"):
         passes.run_rows(bench.parse([*flags, "--dtype", "float64"]))
-
-
-def test_reading_a_prompt(monkeypatch):
-    monkeypatch.setattr(passes, "PROMPTS", (8, 80))
-    text, data = passes.run_prompts(bench.parse(["prompts", *PLAIN, "--repeats", "1"]))
-    assert [row[0] for row in data["rows"]] == ["8", "80"] and "| fused, times as fast |" in text
 
 
 def test_what_changes_an_exact_text_and_what_does_not(monkeypatch):
