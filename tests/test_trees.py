@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 from promises import Watched, reader
-from test_speculative import on_and_off
+from test_speculative import dice
 from tiny import LIVELY, PROMPTS, TINY, each_family, make, read, small, warm
 
 from drafter import Draft, Drafter, ModelDraft, NGram
@@ -160,7 +160,7 @@ def test_a_round_of_a_tree_is_a_chain(models, family):
 
 # also after a sibling was accepted, which it never drafted from, and a round without a draft
 test_a_draft_model_reads_the_siblings_that_were_accepted = promises.right_drafts({
-    "model": lambda m, far: Siblings(reader(small(m), on_and_off(), far), [4, 4, 4])})
+    "model": lambda m, far: Siblings(reader(small(m), dice(4, False), far), [4, 4, 4])})
 
 
 def drafts(m, drafter, room):

@@ -56,7 +56,6 @@ def random_model(c, dtype=torch.float32, seed=0, device="cpu"):
     with torch.device("meta"):
         model = Transformer(c).requires_grad_(False).eval()
     model = model.to(dtype).to_empty(device=device)
-    model.scale.fill_(c.embed_scale)  # trap: `to_empty` forgets buffers too
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.02) if p.dim() > 1 else torch.nn.init.constant_(
             p, 1 - c.norm_offset)
