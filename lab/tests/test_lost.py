@@ -20,7 +20,15 @@ from lab import clasp, gguf, hamburger, sparse, transfer
 from lab.clasp import CLaSp, KnapSpec, nearest
 from lab.hamburger import BurgerDraft, Hamburger, begins, latest, losses, score, write
 from lab.m2r2 import M2R2
-from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Gate, Schedule, Thompson
+from lab.rules import (
+    AdaptiveExit,
+    AnnealedConfidence,
+    DoNoHarm,
+    Entropy,
+    Gate,
+    Schedule,
+    Thompson,
+)
 from lab.sparse import SparseDraft
 from lab.swift import SWIFT
 from lab.transfer import Transfer
@@ -77,6 +85,7 @@ SHORT = {    # drafts of one or two tokens
     "sparse, siblings": (TINY, lambda m: Siblings(SparseDraft(m, 1, 0, 1), [1])),
     "gemma2 sparse": (TINY_GEMMA, lambda m: SparseDraft(m, Unsure(2), 1, 1)),
     "entropy": (TINY, lambda m: SelfDraft(m, range(4), Entropy(2, 0.35))),  # sees what was drawn
+    "do no harm": (TINY, lambda m: SelfDraft(m, range(4), DoNoHarm(0.1, 2))),
     "annealed": (TINY, lambda m: SelfDraft(m, range(4), AnnealedConfidence(2, 2 / 3, 0.5)))}
 HEADS = {"m2r2": lambda m: M2R2(m, 3, 4), "transfer": lambda m: Transfer(m, 3, 3),
          "from the embedding": lambda m: Transfer(m, 0, 3), "prophet": lambda m: Prophet(m, 2)}
