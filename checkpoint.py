@@ -194,8 +194,8 @@ def find_device(device=None):
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = ["cpu"]
     if gpus:
-        there += ["cuda", *(f"cuda:{i}" for i in range(gpus))]
-    name = str(device or ("cuda" if gpus else "cpu"))
+        there = ["cuda", *(f"cuda:{i}" for i in range(gpus)), "cpu"]
+    name = str(device or there[0])
     if name not in there:
         raise ValueError(f"device {name} is missing or unsupported: available are "
                          f"{', '.join(there)}")

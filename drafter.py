@@ -121,6 +121,7 @@ class Wrapper(Drafter):
 
     def __init__(self, *drafters: Drafter):
         self.drafters = drafters
+        self.rule = drafters[0].rule
         self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
 
     def begin(self, state, trace):

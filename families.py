@@ -6,37 +6,28 @@ error names it.
 from files import check_folder, guarded, read_json
 from model import Config
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM"}
+COMMON = dict(rms_norm_eps=1e-6, rope_theta=1e4)
+LLAMA = COMMON | dict(
+    num_key_value_heads=None, head_dim=None, tie_word_embeddings=False,
+    max_position_embeddings=2048, hidden_act="silu")
+QWEN = LLAMA | dict(
+    num_key_value_heads=32, max_position_embeddings=32768, sliding_window=4096,
+    max_window_layers=28)
+GEMMA2 = COMMON | dict(
+    num_key_value_heads=4, head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192,
+    hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0, sliding_window=4096)
 DEFAULTS = {    # of keys that config.json leaves out; None: derived from other keys
-    "llama": dict(
-        num_key_value_heads=None, head_dim=None, rms_norm_eps=1e-6, rope_theta=1e4,
-        tie_word_embeddings=False, max_position_embeddings=2048, hidden_act="silu"),
-    "gemma2": dict(
-        num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, rope_theta=1e4,
-        tie_word_embeddings=True, max_position_embeddings=8192,
-        hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256,
-        attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=4096),
-    "qwen2": dict(
-        num_key_value_heads=32, head_dim=None, rms_norm_eps=1e-6, rope_theta=1e4,
-        tie_word_embeddings=False, max_position_embeddings=32768, hidden_act="silu",
-        sliding_window=4096, max_window_layers=28),
-    "qwen3": dict(
-        num_key_value_heads=32, head_dim=128, rms_norm_eps=1e-6, rope_theta=1e4,
-        tie_word_embeddings=False, max_position_embeddings=32768, hidden_act="silu",
-        sliding_window=4096, max_window_layers=28)}
+    "llama": LLAMA, "gemma2": GEMMA2, "qwen2": QWEN, "qwen3": QWEN | dict(head_dim=128)}
 NUMBERS = {     # fields of Config that are positive numbers, and their keys
     "vocab_size": "vocab_size", "dim": "hidden_size", "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads", "head_dim": "head_dim",
     "hidden_dim": "intermediate_size", "norm_eps": "rms_norm_eps", "rope_theta": "rope_theta",
     "max_len": "max_position_embeddings"}
-GEMMA2 = {      # the same for those that only Gemma-2 has
+LIMITS = {      # the same for those that only Gemma-2 has
     "window": "sliding_window", "attn_softcap": "attn_logit_softcapping",
     "final_softcap": "final_logit_softcapping"}
-NULLS = {*GEMMA2.values(), "num_key_value_heads"}   # null has a meaning: none, as many as heads
+NULLS = {*LIMITS.values(), "num_key_value_heads"}   # null has a meaning: none, as many as heads
 SCALINGS = {    # of the rotation: what each kind needs
     "default": (),
     "linear": ("factor",),
@@ -44,21 +35,19 @@ SCALINGS = {    # of the rotation: what each kind needs
 ACTS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
 
-class Settings:
-    """What config.json says of a model of this family. Each method raises ValueError, which names
-    the key, for a setting that is not supported."""
+class Settings(dict):
+    """What config.json says of a model of this family. A key that it lacks is None. Each method
+    raises ValueError, which names the key, for a setting that is not supported."""
 
     def __init__(self, given, family):
         rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
         if any(isinstance(value, dict) for value in rope.values()):
             raise ValueError(f"rotary settings by layer type are not supported: {[*rope]}")
-        self.raw = dict(DEFAULTS[family])
-        for key, value in (given | rope).items():
-            if value is not None or key in NULLS:
-                self.raw[key] = value
+        said = {k: v for k, v in (given | rope).items() if v is not None or k in NULLS}
+        super().__init__(DEFAULTS[family] | said)
 
-    def __getitem__(self, key):
-        return self.raw.get(key)
+    def __missing__(self, key):
+        return None
 
     def check(self, key, fine):
         if not fine:
@@ -86,22 +75,14 @@ class Settings:
         self.check("layer_types", all(
             name == kinds[i % len(kinds)] for i, name in enumerate(named)))
 
-    def never_slide(self):
-        """In Qwen a window may slide over the layers from number `max_window_layers` on, unless
-        `layer_types` says for each layer whether it does. Here it must never slide."""
-        slides = self["use_sliding_window"] and self["sliding_window"] is not None
-        if self["layer_types"] is None and slides:
-            self.check("use_sliding_window", self["max_window_layers"] >= self["num_hidden_layers"])
-        self.alternate("full_attention")
-
     def scaling(self):
         """`Config.rope_scaling`."""
-        kind = self.raw.setdefault("rope_type", self["type"] or "default")
+        kind = self.setdefault("rope_type", self["type"] or "default")
         self.check("rope_type", kind in SCALINGS)
         self.check("partial_rotary_factor", self["partial_rotary_factor"] in (None, 1))
         if kind == "default":
             return None
-        self.raw.setdefault("original_max_position_embeddings", self["max_position_embeddings"])
+        self.setdefault("original_max_position_embeddings", self["max_position_embeddings"])
         found = {"rope_type": kind} | {key: self.number(key) for key in SCALINGS[kind]}
         if kind == "llama3":
             self.check("low_freq_factor", found["low_freq_factor"] < found["high_freq_factor"])
@@ -138,19 +119,32 @@ def gemma2(s):
         "window": s.number("sliding_window")}
 
 
+def qwen(s):
+    """In Qwen a window may slide over the layers from number `max_window_layers` on, unless
+    `layer_types` says for each layer whether it does. Here it must never slide."""
+    slides = s["use_sliding_window"] and s["sliding_window"] is not None
+    if s["layer_types"] is None and slides:
+        s.check("use_sliding_window", s["max_window_layers"] >= s["num_hidden_layers"])
+    s.alternate("full_attention")
+    return {"act": s.act("hidden_act")}
+
+
 def qwen2(s):
-    s.never_slide()
     s.without("use_mrope")
-    return {"act": s.act("hidden_act"), "qkv_bias": True}
+    return qwen(s) | {"qkv_bias": True}
 
 
 def qwen3(s):
-    s.never_slide()
     s.without("attention_bias")
-    return {"act": s.act("hidden_act"), "qk_norm": True}
+    return qwen(s) | {"qk_norm": True}
 
 
 FAMILIES = {"llama": llama, "gemma2": gemma2, "qwen2": qwen2, "qwen3": qwen3}
+
+
+def architecture(family):
+    """The name of a family's class in `transformers`."""
+    return f"{family.title()}ForCausalLM"
 
 
 # --- files
@@ -166,19 +160,16 @@ def read_config(folder):
     with guarded(path):     # a value of an unexpected type fails somewhere below
         family = given.get("model_type")
         names = given.get("architectures")
-        if family is None:
-            raise ValueError("it has no model_type, which names the architecture, "
-                             "such as llama or gemma2")
         if family not in FAMILIES:
             raise ValueError(f"model_type {family!r} is not supported: need one of "
                              f"{', '.join(FAMILIES)}")
-        if names not in (None, [ARCHITECTURES[family]]):
+        if names not in (None, [architecture(family)]):
             raise ValueError(f"architectures {names} is not supported for model_type {family!r}: "
-                             f"need [{ARCHITECTURES[family]!r}]")
+                             f"need [{architecture(family)!r}]")
         s = Settings(given, family)
         s.without("quantization_config", "mlp_bias", "use_bidirectional_attention")
-        s.raw["num_key_value_heads"] = s["num_key_value_heads"] or s["num_attention_heads"]
-        s.raw["head_dim"] = s["head_dim"] or s["hidden_size"] // s["num_attention_heads"]
+        s["num_key_value_heads"] = s["num_key_value_heads"] or s["num_attention_heads"]
+        s["head_dim"] = s["head_dim"] or s["hidden_size"] // s["num_attention_heads"]
         fields = {field: s.number(key) for field, key in NUMBERS.items()}
         s.check("head_dim", s["head_dim"] % 2 == 0)     # the rotation turns pairs
         return Config(
@@ -208,21 +199,18 @@ def read_eos(folder, given):
     return eos
 
 
-def family_of(c):
-    """The family of a Config, by the fields that only one has."""
-    if c.post_norm:
-        return "gemma2"
-    if c.qkv_bias:
-        return "qwen2"
-    return "qwen3" if c.qk_norm else "llama"
-
-
 def write_config(c, dtype):
     """The content of config.json, as the inverse of `read_config`, without the special ids."""
-    family = family_of(c)
+    family = "llama"
+    if c.post_norm:
+        family = "gemma2"
+    elif c.qkv_bias:
+        family = "qwen2"
+    elif c.qk_norm:
+        family = "qwen3"
     act = next(name for name, act in ACTS.items() if act == c.act)
     raw = {
-        "architectures": [ARCHITECTURES[family]],
+        "architectures": [architecture(family)],
         "model_type": family,
         "hidden_act": act,
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -230,7 +218,7 @@ def write_config(c, dtype):
         "rope_scaling": c.rope_scaling}
     raw |= {key: vars(c)[field] for field, key in NUMBERS.items()}
     if family == "gemma2":
-        raw |= {key: vars(c)[field] for field, key in GEMMA2.items()}
+        raw |= {key: vars(c)[field] for field, key in LIMITS.items()}
         raw["hidden_activation"] = act
         scalar = round(c.query_scale ** -2, 6)
         raw["query_pre_attn_scalar"] = int(scalar) if scalar % 1 == 0 else scalar

@@ -182,7 +182,6 @@ class State:
     probs: Callable            # logits -> distribution, the same for target and draft
     coins: Coins
     taps: tuple[int, ...]      # the sub-layers whose outputs the drafter reads
-    slots: torch.Tensor        # (1, S) 0, 1, 2, ...: `span` takes slices of it
 
     @classmethod
     def start(cls, model, prompts, max_new, taps, probs, coins, cache=None):
@@ -200,8 +199,7 @@ class State:
                              "are needed")
         tokens = torch.tensor([text + [0] * (S - len(text)) for text in known], device=device)
         n = torch.tensor([len(text) for text in known], device=device)
-        return cls(tokens, n, known, left, cache, model, probs, coins, taps,
-                   slots=torch.arange(S, device=device)[None])
+        return cls(tokens, n, known, left, cache, model, probs, coins, taps)
 
     @property
     def lengths(self) -> list[int]:
@@ -220,8 +218,7 @@ class State:
         start = min(lengths) - 1 + first
         end = max(lengths) - 1 + stop
         if len(lengths) == 1 and not self.n.is_cuda:
-            here = self.slots[:, start:end]
-            return Placement(here, here, start, end, same=True)
+            return Placement.span(start, end)
         slots = self.after(torch.arange(first - 1, stop - 1, device=self.n.device))
         return Placement(slots, slots, max(0, start), min(end, self.tokens.shape[1]))
 

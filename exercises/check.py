@@ -15,34 +15,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from exercises import diagnose, splice  # noqa: E402
-from exercises.answers import SHAPES  # noqa: E402
+from exercises import answers, diagnose, splice  # noqa: E402
 from exercises.cuts import change, read  # noqa: E402
 from exercises.grade import CONTEXT, grade  # noqa: E402
 from exercises.tasks import TASKS  # noqa: E402
 
 WORKERS = min(2, os.cpu_count() or 1)
-WRONG, BUGS = (read(Path(__file__).with_name(name)) for name in ("wrong.txt", "museum.txt"))
-
-
-def answer(task):
-    """The originals of a task and their helpers, as they would stand in a student's file."""
-    names = task.functions + splice.HELPERS.get(task.module, ())
-    return "\n".join(line for name in names for line in [*splice.original(task.module, name), ""])
-
-
-def wrong_answers(task):
-    """(text, what the message must say)"""
-    for row in WRONG:
-        if row.file == task.name:
-            yield change(answer(task), "", row.old, row.new) if row.old else row.new, row.why
+BUGS = read(Path(__file__).with_name("museum.txt"))
 
 
 def museum_pieces(task):
     """(name, text) of each bug of the museum that is in one of the functions of a task."""
     for (name, scope), rows in itertools.groupby(BUGS, key=lambda row: (row.why, row.scope)):
         if scope in task.functions:
-            text = answer(task)
+            text = answers.original(task)
             for row in rows:
                 text = change(text, "", row.old, row.new)
             yield name, text
@@ -110,10 +96,10 @@ def cases(task):
     """(task, kind, text, the expected status, words of the message)"""
     stub = "\n".join(splice.stub(task.module, name) for name in task.functions)
     yield task, "the stub", stub, "to do", ""
-    yield task, "the original", answer(task), "passed", ""
-    for text in SHAPES.get(task.name, ()):
+    yield task, "the original", answers.original(task), "passed", ""
+    for text in answers.right(task):
         yield task, "another shape", text, "passed", ""
-    for text, says in wrong_answers(task):
+    for text, says in answers.wrong(task):
         yield task, f"wrong: {says}", text, "failed", says
     for name, text in museum_pieces(task):
         yield task, f"museum: {name}", text, "failed", ""

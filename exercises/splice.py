@@ -78,7 +78,7 @@ def opening(module, text):
     named = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
     constants = [ast.unparse(n) for n in ast.parse(source(module)).body
                  if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") in named]
-    return ["import math", *["import random"] * ("random" in named), "", "import torch", *constants]
+    return ["import math", "", "import torch", *constants]
 
 
 # --- reading an answer

@@ -63,6 +63,6 @@ def head_card(run, tables):
           about="Trained heads, made by this repository's `lab/train_heads.py`. They draft for the "
                 "model with whose frozen weights they were trained, and for no other.",
           shape=f"{shape}; {head.count() / 1e6:.2f} M weights in bfloat16",
-          data=", ".join(a.data) or f"own text at temperature {a.temperature:g}",
+          data=f"own text at temperature {a.temperature:g}",
           words="Step: the first, second, ... token that a head predicts. Loss: KL(p || q) in "
                 "nats. Overlap: the sum of min(p, q), the acceptance at temperature 1.")

@@ -39,19 +39,20 @@ from support.texts import read_prompts
 STORIES = Path(__file__).parents[1] / "weights" / "stories-llama"
 SURE = 0.05     # nats
 SHARE = 0.3     # relative to the largest entropy in the entry (the paper's code)
+HEADS = 4       # of what merges the tokens of an entry
 
 
 class Hamburger(nn.Module):
-    """most: tokens of an entry; blocks: of the decoder that says them; heads:
-    of what merges them."""
+    """most: tokens of an entry; blocks: of the decoder that says them."""
 
-    def __init__(self, model, most=4, blocks=2, heads=4):
+    def __init__(self, model, most=4, blocks=2):
         super().__init__()
-        self.most, self.heads, dim, L = most, heads, model.c.dim, model.c.n_layers
+        self.most = most
         self.trunk = copy.deepcopy(model).requires_grad_(True)
         self.micro = graft(self.trunk, 0, blocks)       # shares its embedding, final norm and head
-        # the last one: final states
-        self.taps = [2 * max(1, round(L * i / 4)) - 1 for i in (1, 2, 3, 4)]
+        quarters = (max(1, round(model.c.n_layers * i / 4)) for i in (1, 2, 3, 4))
+        self.taps = [2 * block - 1 for block in quarters]       # the last one: final states
+        dim = model.c.dim
         g = torch.Generator().manual_seed(0)
 
         def fresh(*shape, std=0.0):
@@ -60,19 +61,19 @@ class Hamburger(nn.Module):
         self.kv = fresh(2 * dim, dim, std=0.02)
         self.place = fresh(most, 2 * dim)
         self.out = fresh(dim, dim)
-        self.inner, self.last = fresh(dim, dim, std=0.02), fresh(1, dim)
+        self.inner = fresh(dim, dim, std=0.02)
+        self.last = fresh(1, dim)
 
     def compose(self, tokens, count):
         """The compositional embedder. Of the tokens (B, N, S) of each entry the first `count` (B,
-        N) become one embedding (B, N, dim), their mean and what attention from it to
-        each of them adds."""
+        N) become one embedding (B, N, dim), their mean and what attention from it to each of them
+        adds."""
         x = self.trunk.embed(tokens)
         here = torch.arange(self.most, device=tokens.device) < count[..., None]
         here[..., 0] = True                             # also in padding, which holds no token
         mean = (x * here[..., None]).sum(2) / here.sum(2, keepdim=True)         # (B, N, dim)
-        k, v = (F.linear(x, self.kv) + self.place).unflatten(-1, (2, self.heads, -1)).unbind(3)
-        scores = torch.einsum("bnhd,bnshd->bnhs", mean.unflatten(-1, (self.heads, -1)), k)
-        # (B, N, heads, S)
+        k, v = (F.linear(x, self.kv) + self.place).unflatten(-1, (2, HEADS, -1)).unbind(3)
+        scores = torch.einsum("bnhd,bnshd->bnhs", mean.unflatten(-1, (HEADS, -1)), k)
         scores = (scores / k.shape[-1] ** 0.5).masked_fill(~here[:, :, None], -torch.inf)
         y = torch.einsum("bnhs,bnshd->bnhd", scores.softmax(-1), v).flatten(2)  # (B, N, dim)
         return mean + F.linear(y, self.out) * (count > 1)[..., None]  # one token stays as it is
@@ -95,8 +96,8 @@ class Hamburger(nn.Module):
         return torch.cat([features[:, :, 3:], x[:, :, 4:]], 2)
 
     def ending(self, x):
-        """The stop head's logit (...). Is the token that x (..., dim) says the
-        last of its entry?"""
+        """The stop head's logit (...). Is the token that x (..., dim) says the last of its
+        entry?"""
         return F.linear(F.silu(F.linear(self.trunk.norm(x), self.inner)), self.last)[..., 0]
 
     def stops(self, x, confidence):  # where the chance that the entry goes on is below `confidence`
@@ -118,12 +119,15 @@ def begins(entropy, most):
     >>> ["".join(".x"[i] for i in row) for row in begins(entropy, most=4).int().tolist()]
     ['xx..x..x...x', 'xx.x...xxx.x']
     """
-    found, size, peak = [torch.ones_like(entropy[:, 0], dtype=torch.bool)] * 2, 1, entropy[:, 1]
-    for e in entropy[:, 2:].unbind(1):
-        joins = ((e < SURE) | (e < SHARE * peak)) & (size < torch.full_like(e, most))
-        size, peak = torch.where(joins, size + 1, 1), torch.where(joins, torch.maximum(peak, e), e)
-        found.append(~joins)
-    return torch.stack(found, 1)
+    first = torch.ones_like(entropy, dtype=torch.bool)
+    peak = entropy[:, 1]
+    size = torch.ones_like(peak)
+    for t, e in enumerate(entropy[:, 2:].unbind(1), 2):
+        joins = ((e < SURE) | (e < SHARE * peak)) & (size < most)
+        size = torch.where(joins, size + 1, 1)
+        peak = torch.where(joins, torch.maximum(peak, e), e)
+        first[:, t] = ~joins
+    return first
 
 
 def pack(tokens, first, most):
@@ -137,39 +141,42 @@ def pack(tokens, first, most):
     """
     at = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     entry = first.cumsum(1) - 1                                                 # (B, T)
-    inside, N = at - torch.where(first, at, 0).cummax(1).values, int(entry.max()) + 1
+    inside = at - torch.where(first, at, 0).cummax(1).values
+    N = int(entry.max()) + 1
     entries = tokens.new_zeros(len(tokens), N * most).scatter(1, entry * most + inside, tokens)
     count = torch.zeros_like(entries[:, :N]).scatter_add(1, entry, torch.ones_like(entry))
     return entries.unflatten(1, (N, most)), count
 
 
 def losses(burger, teacher, tokens):
-    """(KL(p || q) of what is said against the teacher, loss of the stop head), in
-    nats, of texts (B, T)."""
+    """(KL(p || q) of what is said against the teacher, loss of the stop head), in nats, of texts
+    (B, T)."""
     with torch.no_grad():
         p = teacher(tokens)[:, :-1]                                             # (B, T-1, V)
-    # trap: of row i for i + 1
+    # trap: row i is about token i + 1
     entropy = F.pad(torch.distributions.Categorical(logits=p).entropy(), (1, 0))
     entries, count = pack(tokens, begins(entropy, burger.most), burger.most)
-    # (B, N-1, S, dim)
     x = burger.following(burger.read(entries, count)[:, :-1], entries[:, 1:, :-1])
-    place, count = torch.arange(burger.most, device=tokens.device), count[:, 1:, None]
-    x, last = x[place < count], (place == count - 1)[place < count]  # (B*(T-1), dim): text order
-    logp, logq = p.flatten(0, 1).log_softmax(-1), burger.trunk.unembed(x).log_softmax(-1)
-    # not where the window ends
-    whole = torch.arange(1, 1 + len(x), device=x.device) % p.shape[1] != 0
+    place = torch.arange(burger.most, device=tokens.device)
+    count = count[:, 1:, None]
+    last = (place == count - 1)[place < count]
+    x = x[place < count]                                            # (B*(T-1), dim): text order
+    logp = p.flatten(0, 1).log_softmax(-1)
+    logq = burger.trunk.unembed(x).log_softmax(-1)
+    whole = torch.arange(1, 1 + len(x), device=x.device) % p.shape[1] != 0  # not where a text ends
     stop = F.binary_cross_entropy_with_logits(burger.ending(x)[whole], last[whole].to(x.dtype))
     return (logp.exp() * (logp - logq)).sum(-1).mean(), stop
 
 
 def tune(burger, teacher, batches, rates=(3e-4, 2e-3)):
-    """Learn from batches (B, T), trunk and new parts together. Returns the two
-    losses of each step."""
+    """Learn from batches (B, T), the trunk at the first of the rates and the new parts at the
+    second. Returns the two losses of each step."""
     trunk = dict.fromkeys(burger.trunk.parameters(), rates[0])
     optimiser = torch.optim.AdamW([{"params": p, "lr": trunk.get(p, rates[1])}
                                    for p in burger.parameters()],
                                   betas=(0.9, 0.95), weight_decay=0.0)
-    schedule, found = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, len(batches)), []
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, len(batches))
+    found = []
     for tokens in batches:
         kl, stop = losses(burger, teacher, tokens)
         (kl + 0.5 * stop).backward()            # half, as in the paper's code
@@ -186,19 +193,20 @@ def tune(burger, teacher, batches, rates=(3e-4, 2e-3)):
 
 def latest(burger, rows):
     """What is known after each text, a list of entries, which are lists of ids. (B, 1, 4, dim)"""
-    S, N, device = burger.most, max(map(len, rows)), burger.trunk.tok.device
-    rows = [row + [[]] * (N - len(row)) for row in rows]
-    ids = torch.tensor([[entry + [0] * (S - len(entry)) for entry in row] for row in rows],
-                       device=device)
-    features = burger.read(ids, torch.tensor([list(map(len, row)) for row in rows], device=device))
-    return torch.stack([features[b, sum(map(bool, row)) - 1]
-                        for b, row in enumerate(rows)])[:, None]
+    device = burger.trunk.tok.device
+    N = max(map(len, rows))
+    whole = [row + [[]] * (N - len(row)) for row in rows]
+    ids = torch.tensor([[entry + [0] * (burger.most - len(entry)) for entry in row]
+                        for row in whole], device=device)
+    count = torch.tensor([list(map(len, row)) for row in whole], device=device)
+    features = burger.read(ids, count)
+    return torch.stack([features[b, len(row) - 1] for b, row in enumerate(rows)])[:, None]
 
 
 @torch.inference_mode()
 def write(burger, prompt, max_new, confidence):
-    """Write greedily without any check, and yield the ids of each entry. The
-    prompt is not merged."""
+    """Write greedily without any check, and yield the ids of each entry. The prompt is not
+    merged."""
     row = [[t] for t in prompt]
     while max_new > 0:
         features = latest(burger, [row])
@@ -215,19 +223,24 @@ def write(burger, prompt, max_new, confidence):
 @torch.inference_mode()
 def score(burger, teacher, tokens, confidence):
     """How it would have written the texts (B, T) alone: KL(p || q) in nats a token, whose sum is
-    that between the distributions of texts, and tokens a step, which are tokens for
-    each key and value."""
-    (B, T), kl, steps = tokens.shape, 0.0, 0
+    that between the distributions of texts, and tokens a step, which are tokens for each key and
+    value."""
+    B, T = tokens.shape
+    kl = 0.0
+    steps = 0
     for text, logp in zip(tokens, teacher(tokens).log_softmax(-1), strict=True):  # (T,), (T, V)
-        row, n = [text[:1].tolist()], 1
+        row = [text[:1].tolist()]
+        n = 1
         while n < T:
             ids = text[None, None, n : n + burger.most - 1]
             x = burger.following(latest(burger, [row]), ids)[0, 0, : T - n]     # (J, dim)
             stops = burger.stops(x, confidence).tolist()
             J = 1 + stops.index(True) if True in stops else len(x)  # tokens of this entry
-            p, q = logp[n - 1 : n - 1 + J], burger.trunk.unembed(x[:J]).log_softmax(-1)
-            kl += float((p.exp() * (p - q)).sum())
-            row, n, steps = [*row, text[n : n + J].tolist()], n + J, steps + 1
+            p = logp[n - 1 : n - 1 + J]
+            kl += float((p.exp() * (p - burger.trunk.unembed(x[:J]).log_softmax(-1))).sum())
+            row.append(text[n : n + J].tolist())
+            n += J
+            steps += 1
     return kl / (B * (T - 1)), B * (T - 1) / steps
 
 
@@ -246,7 +259,8 @@ class BurgerDraft(Drafter):
         self.rows = [[[t] for t in text] for text in state.known]
 
     def propose(self, state):
-        drafted, features = [], latest(self.burger, self.rows)                  # (B, 1, 4, dim)
+        drafted = []
+        features = latest(self.burger, self.rows)                               # (B, 1, 4, dim)
 
         def step(token, k):
             drafted.append(token)  # the first is the last known one, and was read
@@ -269,31 +283,29 @@ def untrained(model, gamma):
 # --- the command
 
 
+def run(argv):
+    p = cli.Parser(description="Train a HAMburger for seconds; it writes unchecked: NOT lossless.")
+    p.add_argument("prompt")
+    p.add_argument("--max-new", type=int, default=40, metavar="N")
+    p.add_argument("--steps", type=int, default=20, metavar="N", help="of training (default: 20)")
+    a = p.parse_args(argv)
+    model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
+    ids = checkpoint.encode(tokenizer, a.prompt, model.c.bos)
+    texts = [checkpoint.encode(tokenizer, line["text"]) for line in read_prompts("stories")]
+    length = min(64, *map(len, texts))
+    batch = torch.tensor([text[:length] for text in texts], device=model.tok.device)
+    burger = Hamburger(model)
+    tune(burger, model, [batch] * a.steps)
+    entries = list(write(burger, ids, a.max_new, confidence=0.3))
+    said = sum(entries, [])
+    (plain,), _ = generate(model, [ids], len(said))
+    print(tokenizer.decode(ids + said))
+    same = len(os.path.commonprefix([said, plain]))
+    print(f"{len(said)} tokens in {len(entries)} steps, unchecked, so NOT lossless: the model "
+          f"itself would have written the first {same} of them")
+
+
 def main(argv=None):
-    def run(argv):
-        p = cli.Parser(description="Train a HAMburger for some seconds; it writes unchecked: NOT "
-                       "lossless.")
-        p.add_argument("prompt")
-        p.add_argument("--model", default=STORIES, metavar="DIR")
-        p.add_argument("--max-new", type=int, default=40, metavar="N")
-        p.add_argument("--steps", type=int, default=20, metavar="N",
-                       help="of training (default: 20)")
-        p.add_argument("--confidence", type=float, default=0.3, help="an entry goes on above it")
-        a = p.parse_args(argv)
-        model, tokenizer = checkpoint.load(a.model, dtype=torch.float32)
-        ids = checkpoint.encode(tokenizer, a.prompt, model.c.bos)
-        texts = [checkpoint.encode(tokenizer, line["text"]) for line in read_prompts("stories")]
-        length = min(64, *map(len, texts))
-        batch = torch.tensor([text[:length] for text in texts], device=model.tok.device)
-        burger = Hamburger(model)
-        tune(burger, model, [batch] * a.steps)
-        entries = list(write(burger, ids, a.max_new, a.confidence))
-        said = sum(entries, [])
-        (plain,), _ = generate(model, [ids], len(said))
-        print(tokenizer.decode(ids + said))
-        same = len(os.path.commonprefix([said, plain]))
-        print(f"{len(said)} tokens in {len(entries)} steps, unchecked, so NOT lossless: the model "
-              f"itself would have written the first {same} of them")
     return cli.main(run, sys.argv[1:] if argv is None else argv)
 
 

@@ -1,32 +1,22 @@
 """How many drafted tokens can be accepted at all? What each rule accepts, every outcome enumerated,
-beside the optimum, which is the value of a linear program. docs/optimal.md says what comes out.
+and the optimum, which is the value of a linear program. docs/optimal.md says what comes out.
 
-    python -m lab.optimal                                   the tables
-    python -m lab.optimal --picture docs/optimal.png        and the picture
+    python -m lab.optimal                                   the table
     python -m lab.optimal --p .25 .75 --q .75 .25           what block verification gains here
 """
 import statistics
 from itertools import product
-from pathlib import Path
 
 import torch
 
-from files import check_writable, replacing
-from lab.spectr import chances
 from methods.trees import verify_tree
 from notebooks.outcomes import every_path, probability, total
-from notebooks.plots import HUES, axes
 from support import cli
 from verification import verify_block
 
 V = 3
 TREES = {"chain of 2": [0, 1], "chain of 3": [0, 1, 2], "2 siblings": [0, 0],
          "2 siblings, 1 child": [0, 0, 1], "2 siblings, a child each": [0, 0, 1, 2]}
-
-
-LOOKS = {"token by token": (0, "o"), "in turn": (0, "o"), "block": (1, "s"),
-         # (hue, mark) in the picture
-         "k-SEQ": (4, "D"), "optimum": (2, "^"), "agreement": (3, "v")}
 
 
 # --- what a rule accepts
@@ -100,22 +90,19 @@ def optimum(p, q, parents):
     trees = [(probability(steps), paths) for steps, paths in every]
     texts = sorted({path for _, paths in trees for path in paths[1:]})
     nodes = [(d, path) for d, (_, paths) in enumerate(trees) for path in paths[1:]]
-    c = torch.tensor([float(len(path)) for _, path in nodes]).double()
-    A = torch.zeros(len(trees) + len(texts), len(nodes)).double()
-    b = torch.zeros(len(A)).double()
-    for d, (chance, _) in enumerate(trees):
-        b[d] = chance
-    for i, (d, path) in enumerate(nodes):
-        A[d, i] = 1.0
-        for row, text in enumerate(texts, len(trees)):
-            before, last = text[:-1], text[-1]
-            if path[: len(text)] == text:
+    c = torch.tensor([len(path) for _, path in nodes], dtype=torch.float64)
+    A = torch.zeros(len(trees) + len(texts), len(nodes), dtype=torch.float64)
+    b = torch.tensor([chance for chance, _ in trees] + [0.0] * len(texts), dtype=torch.float64)
+    for row, (*before, last) in enumerate(texts, len(trees)):
+        before = tuple(before)
+        for i, (d, path) in enumerate(nodes):
+            A[d, i] = 1.0
+            if path[: len(before) + 1] == (*before, last):
                 A[row, i] += 1.0
             if before and path[: len(before)] == before:
                 A[row, i] -= float(p[before][last])
-    for row, text in enumerate(texts, len(trees)):
-        if len(text) == 1:
-            b[row] = p[()][text[0]]         # A(()) = 1
+        if not before:                      # A(()) = 1
+            b[row] = p[()][last]
     return largest(c, A, b)
 
 
@@ -151,69 +138,32 @@ def pair(seed, depth=4):
 
 def rules(parents, p, q):
     """{rule: accepted tokens}"""
-    chain = parents == list(range(len(parents)))
     found = {"token by token": accepted(verify_tree, p, q, parents)}
-    if chain:
+    if parents == list(range(len(parents))):
         found["block"] = accepted(chain_rule(verify_block), p, q, parents)
-    found["optimum"] = optimum(p, q, parents)
-    if chain:
         found["agreement"] = agreement(p, q, len(parents))
-    return found
+    return found | {"optimum": optimum(p, q, parents)}
 
 
-def tables(pairs):
-    """{shape: [rules of each pair]} and {k: [(in turn, k-SEQ, optimum) of each pair]}"""
-    laws = [pair(seed) for seed in range(pairs)]
-    shapes = {name: [rules(parents, p, q) for p, q in laws] for name, parents in TREES.items()}
-    one_place = {k: [chances(p[()], q[()], k) for p, q in laws] for k in range(1, 6)}
-    return shapes, one_place
-
-
-def draw(shapes, one_place, path):
-    """Two trees, pair by pair, and the k drafts of one place."""
-    figure, (sides,) = axes(1, 3, 4.4, 3.8)
-    for side, name in zip(sides, ("chain of 3", "2 siblings, a child each"), strict=False):
-        found = sorted(shapes[name], key=lambda row: row["optimum"])
-        for rule in found[0]:
-            hue, mark = LOOKS[rule]
-            size, fill = (8, "none") if rule == "optimum" else (4, HUES[hue])
-            side.plot([row[rule] for row in found], ls="", marker=mark, ms=size, color=HUES[hue],
-                      mfc=fill, label=rule)
-        side.set(xlabel="random pairs, by their optimum", ylabel="accepted tokens", title=name)
-        side.legend(frameon=False, fontsize=8)
-    for i, rule in enumerate(("in turn", "k-SEQ", "optimum")):
-        means = [statistics.fmean(row[i] for row in rows) for rows in one_place.values()]
-        hue, mark = LOOKS[rule]
-        sides[2].plot(list(one_place), means, marker=mark, color=HUES[hue], label=rule)
-    sides[2].set(xlabel="k drafts for one place, drawn from q", ylabel="one of them is kept",
-                 title="one place")
-    sides[2].set_xticks(list(one_place))
-    sides[2].legend(frameon=False, fontsize=8)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
-
-
-def gain(p, q, length=2):
-    """(accepted token by token, by blocks) where p and q are the same at every place."""
-    paths = [path for k in range(length + 1) for path in product(range(len(p)), repeat=k)]
+def gain(p, q):
+    """(accepted token by token, by blocks) where p and q are the same at both places of a draft."""
+    paths = [(), *((t,) for t in range(len(p))), *product(range(len(p)), repeat=2)]
     p = dict.fromkeys(paths, torch.tensor(p).double())
     q = dict.fromkeys(paths, torch.tensor(q).double())
-    parents = list(range(length))
-    return accepted(verify_tree, p, q, parents), accepted(chain_rule(verify_block), p, q, parents)
+    return tuple(accepted(judge, p, q, [0, 1]) for judge in (verify_tree, chain_rule(verify_block)))
 
 
 def main(argv=None):
-    p = cli.Parser(description="What each rule of verification accepts, beside the optimum.")
-    p.add_argument("--pairs", type=int, default=40, help="random pairs of p and q")
-    p.add_argument("--picture", metavar="FILE", help="also draw it")
-    p.add_argument("--p", type=float, nargs="+", help="the gain of block verification for this p, "
-                   "and")
-    p.add_argument("--q", type=float, nargs="+", help="this q, the same at both places of a draft")
-    a = p.parse_args(argv)
+    parser = cli.Parser(description="What each rule of verification accepts, and the optimum.")
+    parser.add_argument("--pairs", type=int, default=40, help="random pairs of p and q")
+    parser.add_argument("--p", type=float, nargs="+", default=[],
+                        help="the gain of block verification for this p, and")
+    parser.add_argument("--q", type=float, nargs="+", default=[],
+                        help="this q, the same at both places of a draft")
+    a = parser.parse_args(argv)
     if a.p or a.q:
-        for row in (a.p or [], a.q or []):
-            if len(row) != len(a.p
-                               or []) or len(row) < 2 or min(row) < 0 or abs(sum(row) - 1) > 1e-6:
+        for row in (a.p, a.q):
+            if len(row) != len(a.p) or len(row) < 2 or min(row) < 0 or abs(sum(row) - 1) > 1e-6:
                 raise ValueError(f"--p and --q must be distributions of as many tokens, got {a.p} "
                                  f"and {a.q}")
         one, two = gain(a.p, a.q)
@@ -221,22 +171,14 @@ def main(argv=None):
         return
     if a.pairs < 1:
         raise ValueError(f"--pairs must be at least 1, got {a.pairs}")
-    if a.picture:
-        check_writable(Path(a.picture))
-    shapes, one_place = tables(a.pairs)
     names = ["token by token", "block", "optimum", "agreement"]
     print(f"| accepted tokens, mean of {a.pairs} pairs | {' | '.join(names)} |", "|---" * 5 + "|",
           sep="\n")
-    for name, rows in shapes.items():
+    for tree, parents in TREES.items():
+        rows = [rules(parents, *pair(seed)) for seed in range(a.pairs)]
         cells = [f"{statistics.fmean(row[rule] for row in rows):.3f}" if rule in rows[0] else ""
                  for rule in names]
-        print(f"| {name} | {' | '.join(cells)} |")
-    print("", "| k drafts for one place | in turn | k-SEQ | optimum |", "|---" * 4 + "|", sep="\n")
-    for k, rows in one_place.items():
-        cells = [f"{statistics.fmean(row[i] for row in rows):.3f}" for i in range(3)]
-        print(f"| {k} | {' | '.join(cells)} |")
-    if a.picture:
-        draw(shapes, one_place, a.picture)
+        print(f"| {tree} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

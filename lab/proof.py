@@ -31,22 +31,19 @@ import checkpoint
 from control import Confidence, weight_costs
 from drafter import NGram
 from files import write_file
-from kvcache import KVCache, prefill
-from lab.bench.plain import TEXT, rehearsed, step
-from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, random_model
+from lab.bench.plain import rehearsed, step
+from lab.bench.shared import GEMMA, LLAMA, ROOT, SHAPES, WEIGHTS, random_model
 from layerskip import SelfDraft, early_exit
 from machine.exact import Exact
 from machine.kept import hardware
 from machine.quant import KINDS, Int4, quantise, unpack_nibbles
 from machine.recorded import Recorded
-from machine.tapes import Graph, JoinedGraph, Program, Tape
+from machine.tapes import Graph, JoinedGraph, Tape
 from machine.tolerance import distance
-from model import SPARE, Placement
 from speculative import rounds
 from support import cli, generate
 from support.measure import interleave
 
-ROOT = Path(__file__).resolve().parents[1]
 SMALL = dict(vocab_size=64, dim=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48,
              max_len=128)
 TINY = {"tiny Llama": replace(LLAMA, **SMALL), "tiny Gemma-2": replace(GEMMA, **SMALL, window=9)}
@@ -72,19 +69,21 @@ class Page:
             file.write(line + "\n")
 
     def row(self, name, measure):
-        """Write | name | what measure() returns, {column: number or text} |, or why it fails."""
+        """Write | name | what measure() returns, {column: number or text} |, or why it fails.
+        Returns the columns of a row that was measured now."""
         if name in self.have:
-            return
+            return None
         try:
             cells = measure()
         except Exception as e:      # the other rows can still be measured
             self.failed += 1
             self.say(f"FAILED {name}: {type(e).__name__}: {str(e)[:200]}")
             traceback.print_exc()
-            return
+            return None
         shown = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
                  for key, value in cells.items())
         self.say(f"| {name} | {' | '.join(shown)} |")
+        return cells
 
 
 # --- the parts: each fills its page
@@ -164,44 +163,49 @@ def shape(a, page, name, c, read):
     ids = torch.randint(c.vocab_size, (64,), generator=torch.Generator().manual_seed(0)).tolist()
     bytes_read = 2 * (weight_costs(c).whole + L * c.n_kv_heads * c.head_dim * 2 * (64 + new / 2))
     on_gpu = a.device == "cuda"
-    tape = JoinedGraph if on_gpu else Tape
+    repeats = 3 if a.tiny else 10
 
-    def speed(write, more=None):
+    def speed(write, **more):
         rate = new / interleave({"": write}, 1 if a.tiny else 3)[""]
-        return {"tokens/s": rate, "of what memory allows": rate * bytes_read / read} | (more or {})
+        return {"tokens/s": rate, "of what memory allows": rate * bytes_read / read, **more}
 
-    def recorded(width, tape):
-        start = time.perf_counter()
-        write = rehearsed(Recorded(model, tape if on_gpu else Tape, (width,)), ids, new)
-        return write, {"seconds to record": time.perf_counter() - start}
+    def stand_in(widths, tape=JoinedGraph):
+        return Recorded(model, tape if on_gpu else Tape, widths)
 
-    def exactly():
+    def recorded(one):
         start = time.perf_counter()
-        write = rehearsed(Exact(Recorded(model, tape, (8,), exact=True)), ids, new)
-        return write, {"seconds to record": time.perf_counter() - start}
+        write = rehearsed(one, ids, new)
+        return speed(write, **{"seconds to record": time.perf_counter() - start})
 
     def eager():
         return [token for _, r in rounds(model, [ids], new) for token in r.new[0]]
 
+    def blocks():
+        times = interleave({T: step(fast, T, 64) for T in (1, *WIDTHS)}, repeats)
+        return {f"{T}": times[T] / times[1] for T in WIDTHS}
+
+    def ratio(draft):
+        times = interleave({"draft": draft, "one": step(fast, 1, 64)}, repeats)
+        return {"c by the clock": times["draft"] / times["one"]}
+
+    def leaving(e):
+        part = early_exit(L, e)
+        return ratio(step(fast, 1, 64, part)) | {"c by weights": weight_costs(c).step(part)}
+
+    def quantised(kind):
+        return ratio(step(fast.alongside(quantise(model, kind)), 1, 64))
+
+    ways = {"": lambda: stand_in((1,)), ", kernels not joined": lambda: stand_in((1,), Graph),
+            ", passes of 8": lambda: stand_in((8,)), ", exact": lambda: Exact(stand_in((8,)))}
     page.row(f"{name}, plain, eager", lambda: speed(eager))
-    ways = ((1, JoinedGraph, ""), (1, Graph, ", kernels not joined"),
-            (8, JoinedGraph, ", passes of 8"), (1, Program, ", one program"))
-    # a program of more takes too long to compile
-    for width, way, words in ways[: 4 if L <= 16 else 3]:
-        page.row(f"{name}, plain, recorded{words}",
-                 lambda width=width, way=way: speed(*recorded(width, way)))
-    page.row(f"{name}, plain, exact", lambda: speed(*exactly()))
-    fast = Recorded(model, tape, (1, *WIDTHS))
-    times = interleave({T: step(fast, T, 64) for T in (1, *WIDTHS)}, 3 if a.tiny else 10)
-    page.row(f"{name}, blocks", lambda: {f"{T}": times[T] / times[1] for T in WIDTHS})
+    for words, make in ways.items():
+        page.row(f"{name}, plain, recorded{words}", lambda make=make: recorded(make()))
+    fast = stand_in((1, *WIDTHS))
+    page.row(f"{name}, blocks", blocks)
     for e in sorted({max(1, L // n) for n in (8, 4, 2)}):
-        drafts = {"draft": step(fast, 1, 64, early_exit(L, e)), "one": step(fast, 1, 64)}
-        page.row(f"{name}, exit {e}", lambda drafts=drafts, e=e: ratio(drafts, a) | {
-            "c by weights": weight_costs(c).step(early_exit(L, e))})
-    for kind in KINDS if c.n_layers <= 16 else ():
-        page.row(f"{name}, {kind}", lambda kind=kind: ratio(
-            {"draft": step(fast.alongside(quantise(model, kind)), 1, 64), "one": step(fast, 1, 64)},
-            a))
+        page.row(f"{name}, exit {e}", partial(leaving, e))
+    for kind in KINDS if L <= 16 else ():
+        page.row(f"{name}, {kind}", partial(quantised, kind))
 
 
 def few_bits(a, page):
@@ -218,46 +222,37 @@ def few_bits(a, page):
             page.row(f"{name}, {matrix}, {N} x {K}", partial(four_bits, a, N, K))
 
 
-def packed_for_torch(w):
-    """(codes, steps and offsets) of an `Int4` of w, as torch's product for the device wants them.
-    There a weight is (code - 8) * step + zero."""
+def four_bits(a, N, K):
+    """The columns of `few_bits` for one matrix. Copies of it fill the caches, as other matrices
+    would. In torch's format a weight is (code - 8) * step + zero."""
+    on_gpu = a.device == "cuda"
+    w = torch.randn(N, K, dtype=torch.bfloat16, device=a.device)
     ours = Int4(w)
     codes = unpack_nibbles(ours.codes)
     step, offset = ours.groups.float().unbind(1)                                # (N, K / 32)
     scales = torch.stack([step, offset + 8 * step], -1).transpose(0, 1)         # (K / 32, N, 2)
     scales = scales.contiguous().to(torch.bfloat16)
-    if w.is_cuda:
+    if on_gpu:
         pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
-        return torch._convert_weight_to_int4pack(pairs.contiguous(), 8), scales
-    return torch._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 2), scales
-
-
-def four_bits(a, N, K):
-    """The columns of `few_bits` for one matrix. Copies of it fill the caches,
-    as other matrices would."""
-    product = torch._weight_int4pack_mm if a.device == "cuda" else torch._weight_int4pack_mm_for_cpu
-    tape = Graph if a.device == "cuda" else Tape
-    w = torch.randn(N, K, dtype=torch.bfloat16, device=a.device)
-    codes, scales = packed_for_torch(w)
-    copies = 1 if a.tiny else max(2, 2**29 // w.nbytes)
-    whole = [w.clone() for _ in range(copies)]
-    small = [codes.clone() for _ in range(copies)]
+        packed = torch._convert_weight_to_int4pack(pairs.contiguous(), 8)
+        multiply = torch._weight_int4pack_mm
+    else:
+        packed = torch._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 2)
+        multiply = torch._weight_int4pack_mm_for_cpu
+    copies = range(1 if a.tiny else max(2, 2**29 // w.nbytes))
+    whole = [w.clone() for _ in copies]
+    small = [packed.clone() for _ in copies]
+    forms = {"bfloat16": lambda _, x: [F.linear(x, w) for w in whole][-1],
+             "int4": lambda _, x: [multiply(x, w, 32, scales) for w in small][-1]}
     found = {}
     for rows in 1, 8:
         x = torch.randn(rows, K, dtype=torch.bfloat16, device=a.device)
-        ways = {"bfloat16": tape(lambda _, x: [F.linear(x, w) for w in whole][-1], None, [x], []),
-                "int4": tape(lambda _, x: [product(x, w, 32, scales) for w in small][-1], None, [x],
-                             [])}
-        times = interleave({name: partial(way, [x]) for name, way in ways.items()},
-                           2 if a.tiny else 10)
+        tapes = {name: (Graph if on_gpu else Tape)(f, None, [x], []) for name, f in forms.items()}
+        ways = {name: partial(tape, [x]) for name, tape in tapes.items()}
+        times = interleave(ways, 2 if a.tiny else 10)
         found[f"time, {rows} rows"] = times["int4"] / times["bfloat16"]
-        found[f"off, {rows} rows"] = distance(ways["int4"]([x]), F.linear(x, Int4(w).full(w.dtype)))
+        found[f"off, {rows} rows"] = distance(ways["int4"](), F.linear(x, ours.full(w.dtype)))
     return found
-
-
-def ratio(steps, a):
-    times = interleave(steps, 2 if a.tiny else 10)
-    return {"c by the clock": times["draft"] / times["one"]}
 
 
 def models(a, page):
@@ -265,49 +260,42 @@ def models(a, page):
     folders = [WEIGHTS / "stories-draft"] if a.tiny else [
         *([Path(a.smollm)] if a.smollm and Path(a.smollm).is_dir() else []),
         WEIGHTS / "stories-llama", WEIGHTS / "stories-gemma2"]
-    for folder in folders:
+    for folder, temperature in product(folders, (0, 0.8)):
         chat = folder.name == "smollm"
         drafts = ["auto", "exit"] if a.tiny else ["auto", "suffix", "int8", *(
             ["eagle"] if (folder / "heads" / "eagle").is_dir() else []), *["exit"] * (not chat)]
-        for temperature in 0, 0.8:
-            found = {}
-
-            def measured(draft, folder=folder, temperature=temperature, chat=chat, found=found):
-                cells = by_command(a, folder, draft, temperature, chat)
-                found[draft] = cells["times plain"]
-                return cells
-
-            for draft in drafts:
-                page.row(f"{folder.name}, {draft}, T {temperature}", partial(measured, draft))
-            if found.keys() == {*drafts} and "auto" in found:
-                page.row(f"{folder.name}, auto and the others, T {temperature}",
-                         partial(over, found))
+        found = {draft: page.row(
+            f"{folder.name}, {draft}, T {temperature}",
+            partial(by_command, a, folder, draft, temperature, *["--chat"] * chat))
+            for draft in drafts}
+        if all(found.values()):
+            page.row(f"{folder.name}, auto and the others, T {temperature}", partial(over, found))
 
 
 def over(found):
     """auto's speed relative to the best of the others, plain decoding among them."""
-    best = max(1.0, *(ratio for draft, ratio in found.items() if draft != "auto"))
-    return {"auto over plain": found["auto"], "auto over the best": found["auto"] / best}
+    ratios = {draft: cells["times plain"] for draft, cells in found.items()}
+    auto = ratios.pop("auto")
+    return {"auto over plain": auto, "auto over the best": auto / max(1.0, *ratios.values())}
 
 
 def exact(a, page):
-    """`--exact` in graphs: texts with and without a draft, greedy and sampled, and
-    what it costs plainly."""
+    """`--exact` in graphs: texts with and without a draft, greedy and sampled, and what it costs
+    without one."""
     names = ["stories-draft"] if a.tiny else ["stories-llama", "stories-gemma2"]
     dtypes = ["bfloat16"] if a.tiny else ["bfloat16", "float32"]
     drafts = ["exit"] if a.tiny else ["exit", "eagle", "suffix"]
     for dtype, temperature, name, draft in product(dtypes, (0, 0.8), names, drafts):
         page.row(f"{name}, {dtype}, {draft}, T {temperature}",
-                 partial(by_command, a, WEIGHTS / name, draft, temperature, False,
-                         ["--exact", "--dtype", dtype]))
+                 partial(by_command, a, WEIGHTS / name, draft, temperature, "--exact", "--dtype",
+                         dtype))
 
 
-def by_command(a, folder, draft, temperature, chat, more=()):
-    text = "How does a bicycle stay upright?" if chat else "Once upon a time"
-    words = [text, "--model", str(folder), "--draft", draft, "--temperature", str(temperature),
-             "--device",
-             a.device, "--max-new", "8" if a.tiny else "192", "--compare", "--json", *more]
-    words += ["--fast"] * (a.device == "cuda") + ["--chat"] * chat
+def by_command(a, folder, draft, temperature, *flags):
+    words = ["How does a bicycle stay upright?" if "--chat" in flags else "Once upon a time",
+             "--model", str(folder), "--draft", draft, "--temperature", str(temperature),
+             "--device", a.device, "--max-new", "8" if a.tiny else "192", "--compare", "--json",
+             *flags, *["--fast"] * (a.device == "cuda")]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = generate.main(words)
@@ -317,55 +305,6 @@ def by_command(a, folder, draft, temperature, chat, more=()):
     return {"times plain": r["ratio"], "tokens/s": r["tokens_per_second"],
             "plain": r["baseline"]["tokens_per_second"], "tau": r["tokens_per_pass"],
             "alpha": r["alpha"], "same text": r["identical"], "recorded": r["fast"]}
-
-
-def rows(a, page):
-    """Does a row of logits come out the same, to the bit, in a block of 8 as in
-    blocks of other sizes?"""
-    for dtype in torch.bfloat16, torch.float16, torch.float32:
-        for name in ("stories-draft",) if a.tiny else ("stories-llama", "stories-gemma2"):
-            model, tokenizer = checkpoint.load(WEIGHTS / name, a.device, dtype)
-            ids = checkpoint.encode(tokenizer, TEXT * 10, model.c.bos)
-            page.row(f"{name}, {dtype}", partial(compared, a, model, ids))
-        if dtype == torch.bfloat16 and not a.tiny:
-            model = random_model(SHAPES[NAMES[0]], dtype, device=a.device)
-            ids = torch.arange(1000, 1232).tolist()
-            page.row(f"{NAMES[0]}, random weights, {dtype}", partial(compared, a, model, ids))
-
-
-def compared(a, model, ids):
-    """{what is read, blocks of T: how many rows equal those of a block of 8, of how many}"""
-    starts = range(40, len(ids) - 32, 40 if a.tiny else 8)
-    found = {}
-    for reads, all_slots in ("the text", False), ("all slots", True):
-        for T, (same, count) in equal_rows(model, ids, starts, (1, 2, 3, 4, 16), all_slots).items():
-            found[f"{reads}, {T}"] = f"{same} of {count}"
-    return found
-
-
-@torch.inference_mode()
-def equal_rows(model, ids, starts, widths, all_slots):
-    """{T: (equal, compared)} for T in widths: how many rows of logits are the same to the bit in a
-    block of T tokens and in blocks of 8. The blocks begin at `starts` in the text `ids`. trap: one
-    product of random numbers would not tell, since half precision rounds away what differs."""
-    tokens = torch.tensor([ids], device=model.tok.device)
-    cache = KVCache(model.c, 1, len(ids) + SPARE, model.attention_dtype(), tokens.device)
-    prefill(model, tokens, cache)
-
-    def rows(start, T):
-        at = Placement.span(start, start + T, tokens.device)._replace(same=False)
-        if all_slots:
-            at = at._replace(end=cache.k.shape[3])
-        return model.unembed(model.run(model.embed(tokens[:, start : start + T]), at, cache))[0]
-
-    same, compared = Counter(), Counter()
-    for start in sorted(starts, reverse=True):  # so that what lies before a block is untouched
-        eights = [rows(first, 8) for first in range(start, start + max(widths), 8)]
-        want = torch.cat(eights)
-        for T in widths:
-            same[T] += sum(map(torch.equal, rows(start, T), want[:T]))
-            compared[T] += T
-    return {T: (same[T], compared[T]) for T in widths}
 
 
 class Part(NamedTuple):
@@ -382,8 +321,6 @@ PARTS = {
                    "drafts cost"),
     "few_bits": Part(40, few_bits, "what a draft of four bits would cost by torch's own product"),
     "models": Part(90, models, "what each draft gains on real weights"),
-    "rows": Part(40, rows, "which rows of logits are the same to the bit, whatever else is in the "
-                 "block"),
 }
 
 
@@ -407,51 +344,49 @@ def parse(argv):
     return a
 
 
-def one_part(a):
-    """The process of one part. Exit status 1: a row or a test failed."""
-    page = Page(Path(a.out) / f"{a.part}.txt")
-    PARTS[a.part].fill(a, page)
-    page.say("done")
-    return int(page.failed > 0)
-
-
 def run(argv):
     a = parse(argv)
     out = Path(a.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
     if a.tiny:
         torch.set_num_threads(1)
-    if a.part:
-        return one_part(a)
+    if a.part:      # the process of one part: status 1 if a row or a test failed
+        page = Page(out / f"{a.part}.txt")
+        PARTS[a.part].fill(a, page)
+        page.say("done")
+        return int(page.failed > 0)
     for name, use in PACKAGES.items():
         if importlib.util.find_spec(name) is None:
             print(f"missing: the package {name}, for {use}")
     if not (a.smollm and Path(a.smollm).is_dir()):
         print("missing: the folder of SmolLM2 (--smollm), in models")
-    states = {name: "missing" for name in PARTS}
+    states = dict.fromkeys(PARTS, "missing")
     for name, part in PARTS.items():
         file = out / f"{name}.txt"
         if name in a.only:
             file.unlink(missing_ok=True)
-        whole = file.exists() and file.read_text(encoding="utf-8").rstrip().endswith("\ndone")
-        if whole or a.only and name not in a.only:
-            states[name] = "done before" if whole else "left out"
-            continue
-        start = time.monotonic()
-        with open(out / "errors.txt", "a", encoding="utf-8") as errors:
-            words = [sys.executable, "-m", "lab.proof", *argv, "--out", str(out), "--part", name]
-            try:
-                status = subprocess.run(words, cwd=ROOT, stderr=errors,
-                                        timeout=part.seconds).returncode
-                ends = "done", "done, but some of it FAILED"
-                states[name] = ends[status] if status < 2 else "FAILED"
-            except subprocess.TimeoutExpired:
-                states[name] = f"cut off after {part.seconds} s: start again for the rest"
-        states[name] += f" ({time.monotonic() - start:.0f} s)"
-        contents(out, a, states)
-    contents(out, a, states)
+        if file.exists() and file.read_text(encoding="utf-8").rstrip().endswith("\ndone"):
+            states[name] = "done before"
+        elif a.only and name not in a.only:
+            states[name] = "left out"
+        else:
+            states[name] = in_a_process(argv, name, part.seconds, out)
+        contents(out, a, states)    # now, because all of it may be cut off
     print((out / "contents.md").read_text(encoding="utf-8"))
     return int(any("FAILED" in state for state in states.values()))
+
+
+def in_a_process(argv, name, seconds, out):
+    """How a part ended, in words."""
+    start = time.monotonic()
+    words = [sys.executable, "-m", "lab.proof", *argv, "--out", str(out), "--part", name]
+    with open(out / "errors.txt", "a", encoding="utf-8") as errors:
+        try:
+            status = subprocess.run(words, cwd=ROOT, stderr=errors, timeout=seconds).returncode
+        except subprocess.TimeoutExpired:
+            return f"cut off after {seconds} s: start again for the rest"
+    ends = {0: "done", 1: "done, but some of it FAILED"}
+    return f"{ends.get(status, 'FAILED')} ({time.monotonic() - start:.0f} s)"
 
 
 def contents(out, a, states):

@@ -9,10 +9,8 @@ draft computes exactly what was trained.
 import argparse
 import math
 import shlex
-import signal
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,25 +19,22 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import checkpoint
-from files import note, replacing
+from files import replacing
 from lab import card, corpus
 from model import Config, Placement, Transformer
 from support import cli
 from support.texts import BOUNDARY
 
 STATE = "checkpoint.pt"
-EVERY = 300     # seconds between checkpoints
+EVERY = 120     # seconds between checkpoints
 KEPT = "step", "seconds", "loss", "before"      # of a Run
 CLIP = 1.0      # the greatest norm of a gradient
 SHAPE = {"layers": 12, "dim": 256, "heads": 4, "kv-heads": 2, "hidden": 704, "vocab": 4096}
 RECIPE = (      # (flag, default, lowest, highest, help)
-    ("dropout", 0.15, 0.0, 1.0, "how often the last sub-layer is dropped; the others less, the "
-     "earlier they come (LayerSkip, section 4.1)"),
-    ("exit-weight", 1.0, 0.0, 1e30, "of the early-exit loss relative to the final one (LayerSkip, "
-     "4.1)"),
-    ("distil", 0.5, 0.0, 1.0, "the share of the early-exit loss that imitates the model's own "
-     "final distribution instead of the labels, as acceptance compares the two (Kangaroo, arXiv "
-     "2404.18911)"),
+    ("dropout", 0.15, 0.0, 1.0, "how often the last sub-layer is dropped; earlier ones less"),
+    ("exit-weight", 1.0, 0.0, 1e30, "of the early-exit loss relative to the final one"),
+    ("distil", 0.5, 0.0, 1.0, "the share of the early-exit loss that imitates the final "
+     "distribution instead of the labels (Kangaroo, arXiv 2404.18911)"),
     ("shallow", 0.7, 0.0, 1.0, "how often the exit is a shallow one, where drafts come from (our "
      "choice; LayerSkip weighs deep exits more)"),
     ("shallow-end", 1 / 6, 0.0, 1.0, "the share of the blocks up to which an exit is shallow"))
@@ -85,7 +80,8 @@ def parse(argv):
                    allow_abbrev=False)
     p.add_argument("--out", required=True, metavar="DIR",
                    help="for the model, its card and its checkpoint")
-    p.add_argument("--resume", action="store_true", help="continue the run in --out")
+    p.add_argument("--resume", action="store_true",
+                   help="continue the run in --out from its last checkpoint")
     p.add_argument("--data", required=True, nargs="+", metavar="FILE[=W]",
                    help=f"documents separated by {BOUNDARY}, drawn W times as often")
     p.add_argument("--valid", nargs="+", default=[], metavar="FILE", help="measure on these "
@@ -343,33 +339,15 @@ def open_run(a, fresh=fresh_run):
     return run
 
 
-@contextmanager
-def patient():
-    """Within it the first Ctrl-C, or SIGTERM, is only noted in the list that is yielded, so that a
-    step comes to its end. The second one ends the program at once."""
-    noted = []
-
-    def note_it(number, frame):
-        if noted:
-            raise KeyboardInterrupt
-        noted.append(number)
-
-    before = {number: signal.signal(number, note_it) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield noted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def train(run):
-    """Take the steps that are left, save a checkpoint every few minutes, and write what was
-    trained. After Ctrl-C the checkpoint holds all steps that were taken."""
-    started, saved = time.monotonic() - run.seconds, run.seconds
+    """Take the steps that are left, save a checkpoint every two minutes, and write what was
+    trained. A run that was killed goes on from its last checkpoint, and ends as any other."""
+    started = time.monotonic() - run.seconds
+    saved = run.seconds
     often = 1 if sys.stderr.isatty() else 60     # a file needs fewer lines
-    with patient() as noted, tqdm(total=run.steps * run.block, initial=run.step * run.block,
-                                  unit="tok", unit_scale=True, mininterval=often) as bar:
-        while run.progress() < 1 and not noted:
+    with tqdm(total=run.steps * run.block, initial=run.step * run.block, unit="tok",
+              unit_scale=True, mininterval=often) as bar:
+        while run.progress() < 1:
             run.train_step()
             run.seconds = time.monotonic() - started
             if not math.isfinite(run.loss):
@@ -381,9 +359,6 @@ def train(run):
                 saved = run.seconds
                 run.save()
     run.save()
-    if noted:
-        note("stopped", f"after step {run.step} of {run.steps}; the same flags and --resume go on")
-        raise KeyboardInterrupt
     run.finish()
 
 

@@ -2,10 +2,9 @@
 
     python -m lab.train_heads medusa --model DIR --out DIR/heads/medusa
 
-The teacher is the model itself. By default it also writes the text, at a low temperature, so that
-its heads learn what it says where they will draft, and nobody needs its training data. What a head
-learns to say is not the text but the model's whole distribution, because acceptance compares the
-two.
+The teacher is the model itself. It also writes the text, at a low temperature, so that its heads
+learn what it says where they will draft, and nobody needs its training data. What a head learns to
+say is not the text but the model's whole distribution, because acceptance compares the two.
 """
 import copy
 import json
@@ -20,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-from files import read_json, write_file
+from files import write_file
 from kvcache import KVCache
 from lab import card, corpus, train
 from lab.m2r2 import M2R2
@@ -33,7 +32,7 @@ from sampling import Coins, to_probs
 from speculative import generate
 from support import cli
 from support.chat import read_template
-from support.texts import BOUNDARY, read_texts
+from support.texts import read_texts
 
 EXIT = ("exit-layer", None, 0, 2**20, "after which block it reads (default: a sixth)")
 SHAPE = {  # the flags of each kind, as in train.add_numbers; a default of None depends on the model
@@ -68,17 +67,14 @@ def parse(argv):
     p.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder")
     p.add_argument("--out", required=True, metavar="DIR",
                    help="for the heads; generate.py looks into heads/KIND in the model's folder")
-    p.add_argument("--resume", action="store_true", help="continue the run in --out")
-    p.add_argument("--start", metavar="DIR", help="begin with the heads in DIR and their draft "
-                   "vocabulary: more text, in another run")
+    p.add_argument("--resume", action="store_true",
+                   help="continue the run in --out from its last checkpoint")
     p.add_argument("--vocab", type=train.number(1, 2**30), metavar="N", help="learn to say only "
                    "the text's N most frequent tokens: with a large vocabulary many times cheaper; "
                    f"writes {VOCAB} beside the heads")
     p.add_argument("--loss", choices=LOSSES, default="overlap", help="overlap: what acceptance "
                    "counts, the distance of p and q, and a tenth of cross-entropy (DSpark); kl: "
                    "KL(p || q)")
-    p.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]", help="documents "
-                   f"separated by {BOUNDARY}, drawn W times as often (default: what it writes)")
     p.add_argument("--prompts", nargs="+", default=[], metavar="FILE", help="it writes answers to "
                    'these, lines of {"prompt": text}, by its chat template')
     p.add_argument("--ask", type=train.number(0, 2**30), default=0, metavar="N", help="it also "
@@ -96,10 +92,6 @@ def parse(argv):
         train.add_numbers(one.add_argument_group("shape"), SHAPE[kind])
     a = whole.parse_args(argv)
     a.command = train.command_line("lab.train_heads", argv)
-    for flag in ("text", "temperature", "opening", "prompts", "ask"):
-        if a.data and getattr(a, flag) != p.get_default(flag):
-            raise ValueError(f"--{flag} is about what the model writes, and --data names other "
-                             "texts: leave one of them out")
     if a.kind == "medusa" and a.vocab and a.markov:
         raise ValueError("the bias by the token before is of all tokens: --vocab goes with "
                          "--markov 0")
@@ -155,8 +147,8 @@ def write_text(model, count, seed, length, temperature=1.0, opening=0, prompts=N
     ids = []
     coins = Coins(seed)
     if c.bos is None and not prompts:
-        raise ValueError("this model has no begin-of-text id to start a text with: name texts with "
-                         "--data")
+        raise ValueError("this model has no begin-of-text id to start a text with: give it "
+                         "--prompts")
     begun = cycle(prompts or [[c.bos]])
     with tqdm(total=int(count), desc="writing", unit="tok", unit_scale=True, disable=None) as bar:
         while len(ids) < count:
@@ -257,13 +249,9 @@ class Run(train.Run):
         a = self.a
         self.vocab = None
         self.taught = copy.copy(self.head)  # with --vocab it and its model say only those tokens
-        if a.start:
-            begun = heads.load(a.start, self.model, KINDS)
-            self.head.weights.load_state_dict(begun.weights.state_dict())
         if a.vocab:
-            kept = a.start and cli.read_beside(Path(a.start) / VOCAB, read_json)
             texts = [row.tolist() for row in self.text.train.values()]
-            self.vocab = kept or most_frequent(texts, a.vocab)
+            self.vocab = most_frequent(texts, a.vocab)
             rows = ShortHead(self.model, self.vocab["ids"]).rows
             for part in {"model", "own"} & vars(self.head).keys():
                 setattr(self.taught, part, Rows(getattr(self.head, part), rows))
@@ -299,9 +287,7 @@ def fresh_run(a, device, text):
     """As `train.fresh_run`."""
     model, tokenizer = train.long_enough(a, a.model, device)
     fresh_head(a, model)    # a wrong shape is refused before minutes of writing
-    if text is None and a.data:
-        text = corpus.read(a.data, [], a.context, tokenizer=tokenizer)
-    elif text is None:
+    if text is None:
         asked = [text for name in a.prompts for text in read_texts(Path(name), "prompt", "\n")]
         asked += questions(a.model, model, tokenizer, a.ask, a.seed) if a.ask else []
         prompts = ask(a.model, tokenizer, asked) if asked else None

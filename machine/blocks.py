@@ -64,42 +64,37 @@ def pad(x, width):
 
 class Piece(NamedTuple):
     """Some sub-layers of a pass, as a function of tensors. It returns x after each of the `traced`
-    ones and after the last, (N, B, W, dim). Masks and slots of a chain are made inside, because
-    starting a kernel takes longer than running it, and a recording starts all of them at once.
+    ones and after the last, (N, B, W, dim). Masks are made inside, and so are the slots of a chain,
+    because starting a kernel takes longer than running it, and a recording starts all at once.
     """
     sublayers: tuple
     traced: tuple
-    chain: bool     # whether the tokens stand one after another, slot = position
+    chain: bool     # the tokens stand one after another, slot = position; else they are a tree
 
-    def placed(self, model, at, B, W):
+    def placed(self, at, B, W):
         """The tensors of a call that differ between two blocks. For a chain this is its first slot
-        (B, 1). For any other block these are slots and positions (B, W), and masks
-        (1 or 2, B, 1, 1, W, S)."""
+        (B, 1). For a tree these are slots and positions (B, W), and who sees whom (B, W, W)."""
         if self.chain:
             return [at.slots[:, :1].expand(B, 1).contiguous()]
-        here = [t.expand(B, W).contiguous() for t in (at.slots, at.positions)]
-        masks = torch.stack([*model.build_masks(at, 0).values()])
-        return [*here, masks.expand(-1, B, *masks.shape[2:]).contiguous()]
+        each = at.slots.expand(B, W), at.positions.expand(B, W), at.tree.expand(B, W, W)
+        return [t.contiguous() for t in each]
 
     def unpack(self, model, W, tensors):
         """(Placement, masks, (cos, sin), cache) of a block of W tokens. `tensors` are the ones from
         `placed`, then the angles of all slots that are read (S, D), then keys and values of each
         attention. All layers read S slots, even sliding ones."""
-        slots, *tensors = tensors
         if self.chain:
-            cos, sin, *caches = tensors
-            steps = torch.arange(W, device=slots.device)
-            slots = (slots + steps).clamp(max=len(cos) - 1)     # dead tokens follow the block
+            first, cos, sin, *caches = tensors
+            steps = torch.arange(W, device=first.device)
+            slots = (first + steps).clamp(max=len(cos) - 1)     # dead tokens follow the block
             at = Placement(slots, slots, 0, len(cos))
-            masks = model.build_masks(at, 0)
         else:
-            positions, masks, cos, sin, *caches = tensors
-            at = Placement(positions, slots, 0, len(cos))
-            masks = dict(zip((None, model.c.window), masks, strict=False))
+            slots, positions, tree, cos, sin, *caches = tensors
+            at = Placement(positions, slots, 0, len(cos), tree)
         layers = [i // 2 for i in self.sublayers if i % 2 == 0]
         keys_and_values = zip(caches[::2], caches[1::2], strict=True)
         cache = Slots(model.c, dict(zip(layers, keys_and_values, strict=True)), slots)
-        return at, masks, (cos, sin), cache
+        return at, model.build_masks(at, 0), (cos, sin), cache
 
     def __call__(self, model, x, *tensors):
         at, masks, table, cache = self.unpack(model, x.shape[1], tensors)
@@ -123,13 +118,6 @@ class Piece(NamedTuple):
             x = compiled(shell(model, i), x, at.positions, at.slots, mask, *table, *mine)
             states[i] = x
         return torch.stack([*(states[i] for i in self.traced), x])
-
-    def whole(self, program, model, x, *tensors):
-        """The same by `program`, a compiled `Piece.__call__`."""
-        fixed = tensors[1 if self.chain else 3 :]
-        any_length(0, *fixed[:2])
-        any_length(2, *fixed[2:])
-        return program(self, model, x, *tensors)
 
 
 # --- for CUDA graphs: fewer kernels

@@ -100,5 +100,5 @@ def exactly(model, recorded=True):
     if rows.replays():
         return rows
     if recorded and model.tok.is_cuda:
-        return Exact(Recorded(model, widths=(ROWS,), exact=True))
+        return Exact(Recorded(model, widths=(ROWS,)))
     return Exact(model)

@@ -5,8 +5,8 @@ computing them. `pass.cpp` has all of them as loops. So a block of up to `FEW` t
 bytes cost, and a row of logits has the same bits in every block. Longer blocks, such as prompts, go
 to PyTorch, where products of many rows are faster.
 """
-import ctypes
 from ctypes import byref, c_long
+from functools import cache
 
 import torch
 from torch import nn
@@ -32,7 +32,6 @@ class FewRows(StandIn):
     def __init__(self, model):
         super().__init__(model)
         self.kept = []      # what the structs point to
-        self.lists = {}     # {(sub-layers, taps): both as arrays}
         self.lib = rows.library()
         self.shape = None   # the Model, if it can be computed in C++
         self.output = None  # its head
@@ -118,7 +117,7 @@ class FewRows(StandIn):
         if not len(sublayers):
             return x
         trace = {} if trace is None else trace
-        order, places, taps = self.listed(tuple(sublayers), tuple(trace))
+        order, places, taps = listed(tuple(sublayers), tuple(trace))
         S = cache.k.shape[3]
         positions = at.positions[:, -T:].expand(B, T).contiguous()
         slots = positions
@@ -144,19 +143,6 @@ class FewRows(StandIn):
                 trace[i] = y
         return out[-1]
 
-    def listed(self, sublayers, traced):
-        """The addresses of two arrays, and a list. The arrays hold the sub-layers, and the place of
-        each among the outputs (or -1). The list holds the sub-layers whose outputs are returned,
-        and ends with the last one."""
-        key = sublayers, traced
-        if key not in self.lists:
-            taps = [i for i in sublayers if i in traced or i == sublayers[-1]]
-            places = [taps.index(i) if i in taps else -1 for i in sublayers]
-            arrays = [(c_long * len(sublayers))(*numbers) for numbers in (sublayers, places)]
-            self.kept += arrays
-            self.lists[key] = *map(ctypes.addressof, arrays), taps
-        return self.lists[key]
-
     def masks(self, at, B):
         """Who sees whom in a tree, without and with a window, as (1 or 2, B, T, end) bytes."""
         positions, slots = torch.broadcast_tensors(at.positions, at.slots)
@@ -180,3 +166,14 @@ class FewRows(StandIn):
 
     def replays(self):
         return self.shape is not None
+
+
+@cache
+def listed(sublayers, traced):
+    """Two arrays and a list. The arrays hold the sub-layers, and the place of each among the
+    outputs (or -1). The list holds the sub-layers whose outputs are returned, the last one at the
+    end."""
+    taps = [i for i in sublayers if i in traced or i == sublayers[-1]]
+    places = [taps.index(i) if i in taps else -1 for i in sublayers]
+    array = c_long * len(sublayers)
+    return array(*sublayers), array(*places), taps

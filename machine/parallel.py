@@ -13,9 +13,9 @@ full state.
     everything              embeddings, norms           has what the others have
 
 So the logits are the same bits everywhere, and so are the tokens drawn from them. If two GPUs
-differ after all, the draw of rank 0 counts (`Agreed`). The same holds for what a reader's own
-drafter or rule returns, which may depend on random numbers of each process (`agreed`). (Shoeybi et
-al. 2019, Megatron-LM, arXiv 1909.08053, section 3.)
+differ after all, the draw of rank 0 counts (`Agreed`). A reader's own drafter or rule is refused,
+because it may return something else in each process. (Shoeybi et al. 2019, Megatron-LM, arXiv
+1909.08053, section 3.)
 """
 import os
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -148,39 +148,9 @@ class Agreed(Coins):
     def choose(self, weights):
         return self.shared(self.coins.choose(weights))
 
-    def settle(self, p, position, offset=0):    # what is drawn from it is shared
-        return self.coins.settle(p, position, offset)
-
     def shared(self, outcome):
         talk(dist.broadcast, outcome, 0)
         return outcome
-
-
-def agreed(value):
-    """The value that rank 0 has. Another process may have a different one, for example from random
-    numbers of its own. Tensors must be on the CPU."""
-    if here() == (0, 1):
-        return value
-    box = [value]
-    talk(dist.broadcast_object_list, box, 0)
-    return box[0]
-
-
-def agreed_draft(draft):
-    """The Draft of rank 0, without what the model has already computed for it."""
-    if here() == (0, 1):
-        return draft
-    device = draft.tokens.device
-    return moved(agreed(moved(replace(draft, reuse=None), "cpu")), device)
-
-
-def moved(draft, device):
-    """A Draft with its tensors on another device."""
-    tensors = {}
-    for name, value in vars(draft).items():
-        if isinstance(value, torch.Tensor):
-            tensors[name] = value.to(device)
-    return replace(draft, **tensors)
 
 
 @contextmanager

@@ -62,7 +62,8 @@ def nonzero(scale):
 
 
 class Matrix(nn.Module):
-    """An object that `F.linear` accepts in place of an (N, K) matrix of this dtype."""
+    """An object that `F.linear` accepts in place of an (N, K) matrix of this dtype. Few rows on a
+    CPU are multiplied with what it stores (machine/rows.cpp), all others with the full matrix."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -82,7 +83,11 @@ class Matrix(nn.Module):
 
     def product(self, x):
         """x (..., K) -> (..., N)"""
-        return F.linear(x, self.full(x.dtype))
+        few = x.numel() <= FEW * x.shape[-1] and not x.is_cuda and x.dtype in FLOATS
+        weight = self.describe() if few and rows.library() else None
+        if weight is None:
+            return F.linear(x, self.full(x.dtype))
+        return rows.call(rows.library(), x, weight, x.dtype)
 
     def __getitem__(self, rows):
         """Some rows of a head, for a draft vocabulary, as a plain matrix."""
@@ -96,39 +101,37 @@ class Looped(Matrix):
         super().__init__(w.dtype)
         self.register_buffer("w", w)
 
-    def product(self, x):
-        if x.numel() > FEW * x.shape[-1]:
-            return F.linear(x, self.w)
-        return rows.call(rows.library(), x, describe(self.w), x.dtype)
+    def describe(self):
+        return describe(self.w)
 
     def full(self, dtype):
         return self.w.to(dtype)
 
 
 class Whole(Matrix):
-    """A matrix of whole numbers, `codes`. Few rows on a CPU are multiplied with the codes as they
-    are (machine/rows.cpp), and all others with the full matrix, which is rebuilt for that.
+    """A matrix of whole numbers, `codes`.
 
-    With `rounds`, x is rounded as well, to int8 with a scale for each 64 numbers. Then a product
-    costs what its bytes cost. A draft may do so, because only the target decides what is written.
+    With `rounds`, few rows of x are rounded as well, to int8 with a scale for each 64 numbers. Then
+    a product costs what its bytes cost. A draft may do so, because only the target decides what is
+    written.
     """
     rounds = False
 
-    def product(self, x):
-        few = x.numel() <= FEW * x.shape[-1] and not x.is_cuda and x.dtype in FLOATS
-        weight = self.describe() if few and rows.library() else None
-        if weight is None:
-            return super().product(x)
-        return rows.call(rows.library(), x, weight, x.dtype)
-
     def __getitem__(self, ids):
-        """Some rows of a head, for a draft vocabulary, in the same bits."""
+        """Some rows of a head, in the same bits."""
         some = copy.copy(self)
         some._buffers = {name: t[ids] for name, t in self._buffers.items()}
         return some
 
     def detach(self):   # as tensors have it; nothing here is trained
         return self
+
+
+def groups_of(w, count):
+    """(R, groups, count) float32: some rows of w after the other, each in groups of `count`. Rows
+    are padded with zeros to whole steps."""
+    for some in w.split(ROWS):
+        yield F.pad(some.float(), (0, -w.shape[1] % STEP)).unflatten(1, (-1, count))
 
 
 class Int8(Whole):
@@ -182,8 +185,7 @@ class Int4(Whole):
         self.columns = w.shape[1]
         packed = []
         groups = []
-        for some in w.split(ROWS):
-            group = F.pad(some.float(), (0, -self.columns % STEP)).unflatten(1, (-1, SHARE))
+        for group in groups_of(w, SHARE):
             low, high = group.aminmax(dim=2)                                    # (R, groups)
             pair = torch.stack([nonzero((high - low) / 15), low], 1).to(torch.bfloat16)
             step, offset = pair.float()[..., None].unbind(1)
@@ -221,11 +223,9 @@ class NF4(Matrix):
         middle = (levels[1:] + levels[:-1]) / 2
         most = []
         codes = []
-        for some in w.split(ROWS):
-            b = F.pad(some.float(), (0, -self.columns % BLOCK))
-            b = b.unflatten(1, (-1, BLOCK))                                     # (R, blocks, 64)
-            most.append(b.abs().amax(-1))
-            relative = b / nonzero(most[-1])[..., None]
+        for block in groups_of(w, BLOCK):
+            most.append(block.abs().amax(-1))
+            relative = block / nonzero(most[-1])[..., None]
             nearest = torch.bucketize(relative, middle, out_int32=True)         # 0 .. 15
             codes.append((16 * nearest[..., ::2] + nearest[..., 1::2]).flatten(1).to(torch.uint8))
         most = torch.cat(most)                                                  # (N, blocks)
@@ -256,32 +256,25 @@ def quantise(model, kind="int8", head=None, rounds=False):
     scales."""
     model = model.bare()
     twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
-    for module in list(twin.blocks.modules()):
-        for name, w in [*module.named_parameters(recurse=False), *module.named_children()]:
-            if isinstance(w, Matrix):
-                w = w.full(model.tok.dtype)
-            if isinstance(w, torch.Tensor) and w.dim() == 2:
-                put(module, name, KINDS[kind](w.detach()))
-    if head:
-        w = twin.tok if twin.head is None else twin.head
+
+    def replace(module, name, w, kind):
         if isinstance(w, Matrix):
-            w = w.full(model.tok.dtype)
-        if w is None:   # several processes share it, and each quantises its own rows
-            put(twin.head, "own", KINDS[head](twin.head.own.detach()))
-        else:
-            put(twin, "head", KINDS[head](w.detach()))
+            whole = w.full(model.tok.dtype)
+            if whole is None:   # each process quantises its own part
+                return replace(w, "own", w.own, kind)
+            w = whole
+        put(module, name, KINDS[kind](w.detach()))
+
+    for b in twin.blocks:
+        replace(b.attn, "wqkv", b.attn.wqkv, kind)
+        replace(b.attn, "wo", b.attn.wo, kind)
+        replace(b.mlp, "gate_up", b.mlp.gate_up, kind)
+        replace(b.mlp, "down", b.mlp.down, kind)
+    if head:
+        replace(twin, "head", twin.tok if twin.head is None else twin.head, head)
     for module in twin.modules():
         if isinstance(module, Whole):
             module.rounds = rounds
-    return twin
-
-
-def rebuild(twin):
-    """Replace quantised matrices by full ones, so that no product has to rebuild its own."""
-    for module in list(twin.modules()):
-        for name, w in list(module.named_children()):
-            if isinstance(w, Matrix):
-                put(module, name, nn.Parameter(w.full(w.dtype), requires_grad=False))
     return twin
 
 

@@ -37,34 +37,27 @@ class Recorded(StandIn):
 
     `tape` is the class that records, by default CUDA graphs of joined kernels. A block is padded to
     the next of `widths` with dead tokens, whose keys go to the spare slots of a cache. `say` is
-    called with a line about what fails, and prints it by default. With `exact`, a pass is recorded
-    the first time it occurs, because an eager pass rounds differently. Do not move, cast or train
-    the model later.
+    called with a line about what fails, and prints it by default. Do not move, cast or train the
+    model later.
     """
 
-    def __init__(self, model, tape=JoinedGraph, widths=(1, 8), reach=REACH, say=None, lead=None,
-                 exact=False):
+    def __init__(self, model, tape=JoinedGraph, widths=(1, 8), reach=REACH, say=None, lead=None):
         super().__init__(model)
         self.tape = tape
         self.widths = widths
         self.widest = widths[-1]
         self.reach = reach
         self.say = say or partial(files.note, "recorded")
-        self.exact = exact
         self.tapes = {}         # {key: tape} of functions that read no cache
-        self.homes = []         # one for each cache that the others read
-        self.seen = set()       # keys that ran eagerly once
-        self.failed = Counter()     # {key: recordings that failed their check}
-        self.refused = set()    # keys that stay eager
+        self.homes = {}         # {shape and dtype of a cache: the Home of the others}
+        self.failed = Counter()     # {key: recordings that failed; after TRIES it stays eager}
         self.frozen = False
         self.lead = lead or self            # once the lead is frozen, nothing new is recorded
         model.angles(1)         # trap: the table may still have another dtype
 
     def rehearse(self, write):
-        """Call write() twice, which records all that it needs. From then on nothing new is
-        recorded."""
+        """Call write(), which records all that it needs. From then on nothing new is recorded."""
         self.frozen = False
-        write()
         write()
         self.frozen = True
 
@@ -77,10 +70,9 @@ class Recorded(StandIn):
         if sublayers is None:
             sublayers = range(2 * self.c.n_layers)
         traced = tuple(i for i in trace or () if i in sublayers)
-        chain = at.tree is None and at.positions is at.slots
         states = None
-        if cache is not None and sublayers:
-            states = self.states(Piece(tuple(sublayers), traced, chain), x, at, cache)
+        if cache is not None and sublayers and (at.tree is not None or at.positions is at.slots):
+            states = self.states(Piece(tuple(sublayers), traced, at.tree is None), x, at, cache)
         if states is None:
             return self.model.run(x, at, cache, sublayers, trace)
         T = x.shape[1]
@@ -103,23 +95,19 @@ class Recorded(StandIn):
         key = Key(piece, B, W, len(cos), (x.dtype, cache.k.dtype))
         if not piece.chain:
             at = widen(at, W - T, len(cos))
-        inputs = [pad(x, W), *piece.placed(self.model, at, B, W)]
+        inputs = [pad(x, W), *piece.placed(at, B, W)]
         layers = [t for i in piece.sublayers if i % 2 == 0 for t in cache.layers[i // 2]]
         return self.play(tapes, key, piece, inputs, [cos, sin, *layers])
 
     def home(self, cache):
         """The Home of a cache. A new cache moves into the memory of another of its size."""
-        for home in self.homes:
-            if home.cache() is cache:
-                return home
-        fitting = [home for home in self.homes if home.fits(cache)]
-        if not fitting:
-            self.homes = [home for home in self.homes if home.cache() is not None]
-            self.homes.append(Home(cache))
-            return self.homes[-1]
-        empty = [home for home in fitting if home.cache() is None]
-        home = (empty or fitting)[0]
-        home.move_in(cache)
+        kind = cache.k.shape, cache.k.dtype
+        if kind not in self.homes:
+            used = {other: home for other, home in self.homes.items() if home.cache() is not None}
+            self.homes = used | {kind: Home(cache)}
+        home = self.homes[kind]
+        if home.cache() is not cache:
+            home.move_in(cache)
         return home
 
     def width(self, T):
@@ -154,30 +142,25 @@ class Recorded(StandIn):
         return any(self.all_tapes())
 
     def all_tapes(self):
-        return [self.tapes, *(home.tapes for home in self.homes)]
+        return [self.tapes, *(home.tapes for home in self.homes.values())]
 
     def play(self, tapes, key, f, inputs, fixed):
-        """f(model, *inputs, *fixed), replayed. It is None if f should run eagerly, for example the
-        first time that it is seen."""
-        new = key not in tapes and key not in self.refused and not self.lead.frozen
-        if new and (self.exact or key in self.seen):
+        """f(model, *inputs, *fixed), replayed. It is None if f should run eagerly. What is new is
+        recorded at once, because a pass that was eager the first time would round differently."""
+        if key not in tapes and not self.lead.frozen:
             x, *placed = inputs
             # trap: a width that no round of a rehearsal needed would run eagerly from then on
             for width in self.widths if key.piece is None or key.piece.chain else [key.width]:
                 other = key._replace(width=width)
-                if other not in tapes and other not in self.refused:
+                if other not in tapes and self.failed[other] < TRIES:
                     block = x if width == key.width else x[:, :1].repeat(1, width, 1)
                     self.record(tapes, other, f, [block, *placed], fixed)
-        self.seen.add(key)
         return tapes[key](inputs) if key in tapes else None
 
     def record(self, tapes, key, f, inputs, fixed):
         """Keep a recording of f, if it agrees with f on these inputs."""
-        what = "the head"
-        sublayers = ()
-        if key.piece:
-            sublayers = key.piece.sublayers
-            what = f"{len(sublayers)} sub-layers"
+        sublayers = key.piece.sublayers if key.piece else ()
+        what = f"{len(sublayers)} sub-layers" if key.piece else "the head"
         name = f"{what}, batch {key.rows}, blocks of {key.width}"
         want = f(self.model, *inputs, *fixed)
         kept = [t.clone() for t in fixed]
@@ -191,7 +174,7 @@ class Recorded(StandIn):
                 self.tape = self.tape.plainer
                 return self.record(tapes, key, f, inputs, fixed)
             self.say(f"{name}: not recorded, {why}")
-            self.refused.add(key)
+            self.failed[key] = TRIES
             return
         pairs = zip([got, *fixed[2:]], [want, *kept[2:]], strict=True)
         off = [distance(a, b) for a, b in pairs]
@@ -203,6 +186,5 @@ class Recorded(StandIn):
             t.copy_(before)
         self.failed[key] += 1   # the next input will tell whether this one was odd
         if self.failed[key] == TRIES:
-            self.refused.add(key)
             self.say(f"{name}: recording dropped, because it is off by {max(off):.2g} of the "
                      "eager pass")

@@ -54,7 +54,7 @@ class Model(Structure):
 
 class Pass(Structure):
     """`Pass` in pass.cpp."""
-    _fields_ = [("sublayers", c_void_p), ("taps", c_void_p),
+    _fields_ = [("sublayers", POINTER(c_long)), ("taps", POINTER(c_long)),
                 *((name, c_long) for name in ("count", "B", "T", "end", "threads")),
                 *((name, c_void_p) for name in ("positions", "slots", "masks", "cos", "sin",
                                                 "keys", "values")),

@@ -1,4 +1,4 @@
-"""Recordings of a pass, which are simulated ones for tests and CUDA graphs, and the memory of the
+"""Recordings of a pass, which are CUDA graphs or simulated ones for tests, and the memory of the
 caches whose addresses a graph holds.
 """
 import math
@@ -73,17 +73,6 @@ class JoinedGraph(Graph):
         return super().prepare(f, model)
 
 
-class Program(Graph):
-    """A graph of one compiled program for all sub-layers of a pass. Kernels are joined even across
-    sub-layers, but compiling takes longer with each one."""
-    plainer = JoinedGraph
-
-    def prepare(self, f, model):
-        if isinstance(f, Piece):
-            return partial(f.whole, compiled(Piece.__call__), model)
-        return super().prepare(f, model)
-
-
 class Home:
     """The memory of a cache, and the recordings that hold its addresses."""
 
@@ -91,10 +80,6 @@ class Home:
         self.cache = ref(cache)
         self.memory = cache.k, cache.v
         self.tapes = {}
-
-    def fits(self, cache):
-        mine = self.memory[0]
-        return mine.shape == cache.k.shape and mine.dtype == cache.k.dtype
 
     def move_in(self, cache):
         """Give the cache this memory, and its own to the one that was here, if that is still in

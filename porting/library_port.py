@@ -249,8 +249,7 @@ def verify(r, dtype, coins):
 def ngram(r, dtype, coins):
     tokens, drafter = torch.tensor([r["text"]]), NGram(r["gamma"], r["n"])
     n = torch.tensor([tokens.shape[1]])
-    state = State(tokens, n, [r["text"]], [r["gamma"] + 1], None, None, to_probs, coins, (),
-                  torch.arange(tokens.shape[1])[None])
+    state = State(tokens, n, [r["text"]], [r["gamma"] + 1], None, None, to_probs, coins, ())
     drafter.begin(state, {})
     return {"draft": drafter.propose(state).tokens[0].tolist()}
 

@@ -336,8 +336,12 @@ def check_flags(options):
 def check_before_loading(options):
     """Raises ValueError for what would fail only after the model was loaded. The reader's own files
     are run, so that mistakes in them show at once."""
-    if SOURCES[source_of(options)].builder is trained and parallel.here()[1] > 1:
+    alone = parallel.here()[1] == 1
+    if SOURCES[source_of(options)].builder is trained and not alone:
         raise ValueError("trained heads read whole matrices of the model, and several processes "
                          "hold only parts of them: run one process, or choose another --draft")
     for text in filter(own.names_a_file, (options.draft, options.rule)):
+        if not alone:
+            raise ValueError(f"several processes might each draft something else with {text}: run "
+                             "one process, or choose another --draft")
         own.load_object(text)

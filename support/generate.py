@@ -279,8 +279,8 @@ def run(options):
             if options.picture:
                 show.picture(seen, options.picture)
             if player:
-                settings = {"model": options.model.name, "draft": plan.note, "seed": options.seed}
-                write_file(options.page, player.html(settings | options.sampling()))
+                settings = {"model": options.model.name, "draft": plan.note, **options.sampling()}
+                write_file(options.page, player.html(settings | {"seed": options.seed}))
     finally:    # a full disk does not cost the answer
         if options.compare:
             r |= report.against_plain(writer, plan, r["outputs"])

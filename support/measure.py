@@ -27,27 +27,30 @@ from support.cli import read_beside
 from verification import verify
 
 WIDTHS = 1, 2, 3, 4, 5, 8, 9, 13, MOST + 1      # of the blocks that are measured
-SECONDS = 3.0       # for a measurement, as far as the number of repeats allows
+SECONDS = 3.0       # for a measurement that a run has to wait for
 CONTEXT = 64        # tokens before the one whose cost is measured
-PASSES = 30         # one repeat of a measurement takes about as long as this many passes
 
 
 @torch.inference_mode()
-def interleave(actions, repeats):
+def interleave(actions, repeats, limit=math.inf):
     """The median seconds of each action by name. The actions run in turn, A B A B, after one
-    warm-up of each, so that a machine that slows down slows all of them."""
+    warm-up of each, so that a machine that slows down slows all of them. After `limit` seconds
+    there are no more than five repeats."""
     seconds = {name: [] for name in actions}
+    begun = time.perf_counter()
     for repeat in range(repeats + 1):
+        if repeat > 5 and time.perf_counter() > begun + limit:
+            break
         for name, action in actions.items():
             start = time.perf_counter()
             action()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            seconds[name] += [time.perf_counter() - start] * (repeat > 0)
-    return {name: statistics.median(s) for name, s in seconds.items()}
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(s[1:]) for name, s in seconds.items()}
 
 
-def measure_costs(model, repeats=50):
+def measure_costs(model, repeats=50, limit=math.inf):
     """Costs in seconds, for one token after CONTEXT others. It measures the head; a drafted step
     without sub-layers; each sub-layer, scaled so that the parts add up to a plain round; whole
     rounds with drafts of 0 to 16 tokens; the extra cost of an attention after 16 times as many
@@ -72,9 +75,8 @@ def measure_costs(model, repeats=50):
 
     n = torch.tensor([CONTEXT + 1], device=device)
     known = text[0, : CONTEXT + 1].tolist()
-    slots = torch.arange(cache.k.shape[3], device=device)[None]
-    written = slots % model.c.vocab_size
-    state = State(written, n, [known], [far], cache, model, to_probs, coins, (), slots)
+    written = torch.arange(cache.k.shape[3], device=device)[None] % model.c.vocab_size
+    state = State(written, n, [known], [far], cache, model, to_probs, coins, ())
 
     def read(T):        # a round, which is then taken back
         r = one_round(state, Given(T - 1), verify)
@@ -96,7 +98,7 @@ def measure_costs(model, repeats=50):
         "step": step,
         "head": partial(model.unembed, x),
         **passes,
-        "far": partial(eager.run, x, away, cache, [unbounded])}, repeats)
+        "far": partial(eager.run, x, away, cache, [unbounded])}, repeats, limit)
     plain = times[1, ""]
     alone = [max(0.0, times[i] - times["empty"]) for i in parts]
     scale = max(0.0, plain - times["step"]) / (sum(alone) or 1.0)
@@ -130,30 +132,29 @@ class Given(Drafter):
 def measure_arms(model, arms, costs, repeats=5):
     """{the name of each arm: what a draft takes once, what each of its tokens takes, and what it
     takes to ask its rule after a token}, in plain rounds, by the clock. All of it is measured in
-    whole rounds, with drafts of one and of four tokens."""
+    whole rounds, with drafts of one and of up to four tokens."""
     ids = [i % model.c.vocab_size for i in range(16)]
     cache = KVCache(model.c, 1, 96 + SPARE, model.attention_dtype(), model.tok.device)
 
     def rounds_of(drafter):
         return partial(next, rounds(model, [ids], 80, drafter, cache=cache))
 
+    far = {arm.name: min(4, arm.longest) for arm in arms}
     ways = {"plain": rounds_of(None)}
     for arm in arms:
-        far = min(4, arm.longest)
-        ways[arm.name, 1] = rounds_of(arm.alone(1))
-        ways[arm.name, far] = rounds_of(arm.alone(far))
-        ways[arm.name, "asked"] = rounds_of(arm.alone(far, asks=True))
+        most = far[arm.name]
+        ways[arm.name, "one"] = rounds_of(arm.alone(1))
+        ways[arm.name, "most"] = rounds_of(arm.alone(most))
+        ways[arm.name, "asked"] = rounds_of(arm.alone(most, asks=True))
     model.rehearse(lambda: [step() for step in ways.values()])
     times = interleave(ways, repeats)
-    plain = times["plain"]
     found = {}
-    for arm in arms:
-        far = min(4, arm.longest)
-        one = times[arm.name, 1] / plain - costs.pass_cost(2)
-        all_of_it = times[arm.name, far] / plain - costs.pass_cost(1 + far)
-        each = max(0.0, all_of_it - one) / max(1, far - 1)
-        asking = (times[arm.name, "asked"] - times[arm.name, far]) / plain / far
-        found[arm.name] = max(0.0, one - each), each, max(0.0, asking)
+    for name, most in far.items():
+        took = {way: times[name, way] / times["plain"] for way in ("one", "most", "asked")}
+        one = took["one"] - costs.pass_cost(2)
+        each = max(0.0, took["most"] - costs.pass_cost(1 + most) - one) / max(1, most - 1)
+        asking = max(0.0, (took["asked"] - took["most"]) / most)
+        found[name] = max(0.0, one - each), each, asking
     return found
 
 
@@ -170,24 +171,19 @@ def priced(arm, measured):
 
 @torch.inference_mode()
 def measure_step(model, twin, context=CONTEXT):
-    """The time of a token in a model that drafts, the twin, relative to one in the model."""
-    steps = {"model": one_token(model, context), "twin": one_token(twin, context)}
+    """The time of a token in a model that drafts, the twin, relative to one in the model. Both read
+    it after `context` others."""
+    def step(m):
+        device = m.tok.device
+        cache = KVCache(m.c, 1, context + 8, m.attention_dtype(), device)
+        at = Placement.span(context, context + 1, device)
+        token = torch.zeros(1, 1, dtype=torch.long, device=device)
+        return lambda: m.unembed(m.run(m.embed(token), at, cache))
+
+    steps = {"model": step(model), "twin": step(twin)}
     model.rehearse(lambda: [act() for act in steps.values()])
     times = interleave(steps, 20)
     return times["twin"] / times["model"]
-
-
-def one_token(model, context=CONTEXT):
-    """() -> None, which reads a token after `context` others."""
-    device = model.tok.device
-    cache = KVCache(model.c, 1, context + 8, model.attention_dtype(), device)
-    at = Placement.span(context, context + 1, device)
-    token = torch.zeros(1, 1, dtype=torch.long, device=device)
-
-    def step():
-        model.unembed(model.run(model.embed(token), at, cache))
-
-    return step
 
 
 # --- tables in files
@@ -220,7 +216,7 @@ def kept_costs(model):
     if costs := read_beside(path, read_costs, model.c):
         return costs
     note("costs", f"measuring what a pass takes, about {SECONDS:.0f} seconds")
-    costs = quick(model)
+    costs = measure_costs(model, repeats=30, limit=SECONDS)
     try:
         keep(path, json.dumps(vars(costs)).encode())
         note("costs", f"kept for later runs; if the machine was busy, delete {path} to measure "
@@ -228,11 +224,3 @@ def kept_costs(model):
     except OSError as e:
         note("costs", f"not kept, so the next run measures again: {e}")
     return costs
-
-
-def quick(model):
-    """Costs in seconds, from as many repeats as fit into `SECONDS`, at least 5 and at most 30."""
-    step = one_token(model)
-    model.rehearse(step)
-    one = interleave({"pass": step}, 3)["pass"]
-    return measure_costs(model, repeats=max(5, min(30, int(SECONDS / PASSES / one))))

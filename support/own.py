@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from drafter import Draft, Drafter, Reuse, Rule, Wrapper
-from machine import parallel
 from methods.trees import Tree
 
 WATCHED = 8     # rounds in which the cache is compared, which reads all of it twice
@@ -45,14 +44,11 @@ def load_object(text):
     return there[name]
 
 
-def made(text, kind, takes, *args):
+def made(text, kind, *args):
     """NAME(*args), which must be a `kind`, or ValueError is raised."""
     build = load_object(text)
-    try:
-        inspect.signature(build).bind(*args)
-    except TypeError as e:
-        raise ValueError(f"{text} must take {takes}: {e}") from None
-    found = build(*args)
+    with blamed(text, build):
+        found = build(*args)
     if not isinstance(found, kind):
         raise ValueError(f"{text} returned a {type(found).__name__}: a {kind.__name__} is needed")
     return found
@@ -111,9 +107,9 @@ class CheckedDrafter(Wrapper):
     cannot see whether q is what the tokens were drawn from."""
 
     def __init__(self, text, model, gamma):
-        found = made(text, Drafter, "(model, gamma)", model, gamma)
+        found = made(text, Drafter, model, gamma)
         where = line_of(text, type(found))
-        if not isinstance(found, Wrapper) and not isinstance(vars(found).get("rule"), Rule):
+        if not isinstance(vars(found).get("rule"), Rule):
             raise ValueError(f"{where}: the drafter has no rule: call super().__init__(gamma) in "
                              "its __init__")
         last = 2 * model.c.n_layers - 1
@@ -164,7 +160,7 @@ class CheckedDrafter(Wrapper):
             wrong = fault(draft, state)
         if wrong:
             raise ValueError(f"{line_of(self.text, method, type(self.drafters[0]))}: {wrong}")
-        return parallel.agreed_draft(draft)
+        return draft
 
     def observe(self, state, r):
         self.rounds += 1
@@ -177,7 +173,7 @@ class CheckedRule(Rule):
 
     def __init__(self, text, gamma):
         self.text = text
-        self.inner = made(text, Rule, "(gamma)", gamma)
+        self.inner = made(text, Rule, gamma)
         if not isinstance(vars(self.inner).get("longest"), int):
             raise ValueError(f"{line_of(text, type(self.inner))}: the rule has no whole number "
                              "`longest`: call super().__init__(gamma) in its __init__")
@@ -207,7 +203,7 @@ class CheckedRule(Rule):
         if len(numbers) != B or not all(isinstance(gamma, int) for gamma in numbers):
             raise self.wrong(self.inner.how_far, "how_far must return a whole number, or a list of "
                              f"one for each row (B = {B}), not {gammas!r}")
-        return parallel.agreed(gammas)
+        return gammas
 
     def stops(self, k, logits, token):
         stops = self.call(self.inner.stop, k, logits, token)
@@ -215,7 +211,7 @@ class CheckedRule(Rule):
         if not isinstance(stops, list) or [type(stop) for stop in stops] != [bool] * B:
             raise self.wrong(self.inner.stop, "stop must return a list of True or False for each "
                              f"row (B = {B}), as `.tolist()` makes it, not {stops!r}")
-        return parallel.agreed(stops)
+        return stops
 
     def learn(self, state, r):
         self.call(self.inner.learn, state, r)
@@ -231,36 +227,33 @@ def fault(draft, state):
     if not isinstance(draft, Draft):
         return f"propose must return a Draft, not {in_words(draft)}"
     tokens = draft.tokens
-    if not fits(tokens, state, torch.long, (B, None)):
-        return (f"Draft.tokens must be (B, K) int64 ids with B = {B}, as `state.send` makes them "
-                f"of lists, not {in_words(tokens)}")
-    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < V:
-        return f"Draft.tokens must be ids from 0 to {V - 1}"
+    if not are_numbers(tokens, state, (B, None), V - 1):
+        return (f"Draft.tokens must be (B, K) int64 ids from 0 to {V - 1} with B = {B}, as "
+                f"`state.send` makes them of lists, not {in_words(tokens)}")
     K = tokens.shape[1]
     length = torch.full_like(state.n, K) if draft.length is None else draft.length
-    fine = fits(length, state, torch.long, (B,))
-    if not fine or not 0 <= int(length.min()) <= int(length.max()) <= K:
+    if not are_numbers(length, state, (B,), K):
         return (f"Draft.length must be (B,) int64 numbers from 0 to K = {K} with B = {B}, not "
                 f"{in_words(length)}")
-    if draft.q is not None and (wrong := fault_of_q(draft.q, tokens, length, V, state)):
+    if draft.q is not None and (wrong := fault_of_q(draft.q, tokens, length, V)):
         return wrong
     if not isinstance(draft.reuse, Reuse | None):
         return f"Draft.reuse must be a Reuse, not {in_words(draft.reuse)}"
     if isinstance(draft, Tree):
-        rows = draft.parents
-        fine = any(fits(rows, state, torch.long, (n, K)) for n in (1, B))
-        if not fine or any(not 0 <= row[k] <= k for row in rows.tolist() for k in range(K)):
+        parents = draft.parents
+        fine = any(are_numbers(parents, state, (n, K), K) for n in (1, B))
+        if not fine or any(row[k] > k for row in parents.tolist() for k in range(K)):
             return "Tree.parents must be (B or 1, K) int64, with each parent before its child"
     return None
 
 
-def fault_of_q(q, tokens, length, V, state):
-    """The same for its q (B, K, V)."""
+def fault_of_q(q, tokens, length, V):
+    """The same for its q (B, K, V), of which the places below `length` count."""
     shape = (*tokens.shape, V)
-    if not fits(q, state, None, shape) or not q.is_floating_point():
+    if not is_tensor(q, tokens.device, shape) or not q.is_floating_point():
         return (f"Draft.q must be (B, K, V) = {shape}, the distributions that the tokens were "
                 f"drawn from, not {in_words(q)}")
-    live = torch.arange(shape[1], device=q.device) < length[:, None]    # (B, K) the ones that count
+    live = torch.arange(shape[1], device=q.device) < length[:, None]
     if not live.any():
         return None
     rows = q[live].double()
@@ -269,16 +262,20 @@ def fault_of_q(q, tokens, length, V, state):
         return ("Draft.q must hold distributions, as `state.probs(logits)` makes them of logits: "
                 f"its numbers run from {float(rows.min()):.3g}, and its rows sum to "
                 f"{float(sums.min()):.3g} to {float(sums.max()):.3g}")
-    if not (q.gather(2, tokens[..., None])[..., 0][live] > 0).all():
+    if not (rows.gather(1, tokens[live][:, None]) > 0).all():
         return "Draft.q is 0 for a drafted token, which cannot have been drawn from it"
     return None
 
 
-def fits(value, state, dtype, shape):
-    """Whether it is a tensor of this dtype and shape on the state's device. None means any."""
-    if not isinstance(value, torch.Tensor) or value.device != state.tokens.device:
+def are_numbers(value, state, shape, most):
+    """Whether it is an int64 tensor of this shape (None: any size) with numbers from 0 to most."""
+    if not is_tensor(value, state.tokens.device, shape) or value.dtype != torch.long:
         return False
-    if dtype not in (None, value.dtype) or value.dim() != len(shape):
+    return not value.numel() or 0 <= int(value.min()) <= int(value.max()) <= most
+
+
+def is_tensor(value, device, shape):
+    if not isinstance(value, torch.Tensor) or value.device != device or value.dim() != len(shape):
         return False
     return all(want in (None, size) for want, size in zip(shape, value.shape, strict=True))
 

@@ -11,7 +11,6 @@ from support.show import SIGNS, STYLES, Stream, origins
 
 TEMPLATE = Path(__file__).with_name("page.html")
 SHOWN = 6  # tokens with bars at each place, which have the largest p or q
-SETTINGS = "model", "draft", "temperature", "top_k", "top_p", "min_p", "seed"
 
 
 class SeenCoins(Coins):
@@ -56,69 +55,59 @@ class Player:
             return
         drafted = r.draft.tokens[0, : int(r.draft.length[0])].tolist()
         accepted = int(r.accepted[0])
-        block = [self.tokens[-1], *drafted]
         # the draft drew from everything that was looked at before the target's own p
         before = takewhile(lambda pair: pair[0] is not r.p, looked)
         drawn = (row for q, raw in before for row in zip(q[0], raw, strict=True))
         # the round's last coins are one per drafted token, row by row, then one per row for its
-        # next token
-        places = []
-        for k, token in enumerate(drafted[: int(r.proposed[0])][: accepted + 1]):
-            places.append(self.tested(r, k, token, coins[-2][k], drawn))
-        if accepted == len(drafted):
-            p = r.p[0, accepted]
-            places.append(self.place(r, accepted, torch.zeros_like(p), torch.zeros_like(p)))
+        # next token. Nothing was tested after an end of text
+        shown = min(accepted + 1, int(r.proposed[0]) + (accepted == len(drafted)))
         written = []
         for token, origin in zip(new, origins(r), strict=True):
             written.append([self.stream.push(token).translate(SIGNS), origin])
         self.rounds.append({
             "start": len(self.tokens) - 1,
-            "block": [self.text(t) for t in block],
+            "block": [self.text(t) for t in (self.tokens[-1], *drafted)],
             "accepted": accepted,
             "new": written,
-            "places": places,
+            "places": [self.place(r, k, drafted, drawn, coins) for k in range(shown)],
             "coin": short(coins[-1][0])})
         self.tokens += new
 
-    def tested(self, r, k, token, coin, drawn):
-        """The place of a drafted token, with its p, its q and its coin."""
+    def place(self, r, k, drafted, drawn, coins):
+        """A place with its bars, and with its token, p, q and coin if one was drafted. A token's
+        bars are p, q, and where its part ends if the residual is laid out from 0 to 1. If p and q
+        are one-hot, what they were before is added."""
         p = r.p[0, k]
-        if r.draft.q is None:
-            q = one_hot(r.draft.tokens[0, k], p)
-        else:
-            q = r.draft.q[0, k]
-        raw_q = next((raw for look, raw in drawn if torch.equal(look, q)), q)   # copied: no other
-        return self.place(r, k, q, raw_q, token) | {
-            "text": self.text(token),
-            "p": short(p[token]),
-            "q": short(q[token]),
-            "coin": short(coin)}
-
-    def place(self, r, k, q, raw_q, *tested):
-        """A place with its bars. A token's bars are p, q, and where its part ends if the residual
-        is laid out from 0 to 1. If p and q are one-hot, what they were before is added."""
-        p = r.p[0, k]
+        q = raw_q = torch.zeros_like(p)
+        tested = drafted[k : k + 1]
+        if tested:
+            q = one_hot(r.draft.tokens[0, k], p) if r.draft.q is None else r.draft.q[0, k]
+            raw_q = next((raw for look, raw in drawn if torch.equal(look, q)), q)   # copied: no raw
         rest = (p - q).clamp(min=0)
         ends = (rest if rest.sum() > 0 else p).double().cumsum(0)
         columns = [p, q, ends / ends[-1]]
+        tallest = torch.maximum(p, q)
         certain = bool(p.max() == 1 and q.max() in (0, 1))
         if certain:
-            columns += [raw_probs(r.logits[0, k]), raw_q]
-        tallest = torch.maximum(*columns[-2:]) if certain else torch.maximum(p, q)
+            raw = [raw_probs(r.logits[0, k]), raw_q]
+            tallest = torch.maximum(*raw)
+            columns += raw
         _, large = tallest.topk(min(SHOWN, len(p)))
-        ids = dict.fromkeys([*large.tolist(), *tested, *r.new[0][k : k + 1]])
         bars = []
-        for t in ids:
+        for t in dict.fromkeys([*large.tolist(), *tested, *r.new[0][k : k + 1]]):
             if certain or p[t] + q[t] > 0:
                 bars.append([self.text(t), *(short(x[t]) for x in columns)])
-        return {"text": None, "left": short(rest.sum()), "bars": bars}
+        place = {"text": None, "left": short(rest.sum()), "bars": bars}
+        for t in tested:
+            place |= {"text": self.text(t), "p": short(p[t]), "q": short(q[t]),
+                      "coin": short(coins[-2][k])}
+        return place
 
     def html(self, settings=None):
-        """The page, which names the SETTINGS among those given."""
+        """The page, which names the settings that are not None."""
         if not self.rounds:
             raise ValueError("nothing was written, so there is no round to step through")
-        settings = settings or {}
-        named = {key: settings[key] for key in SETTINGS if settings.get(key) is not None}
+        named = {key: value for key, value in (settings or {}).items() if value is not None}
         data = json.dumps({
             "prompt": self.prompt.translate(SIGNS),
             "settings": named,

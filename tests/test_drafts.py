@@ -122,7 +122,8 @@ def test_costs_are_measured_once_for_large_models_only(call, plan, stories, tmp_
     assert plan().make().costs == byte_costs(stories[0]), "a small model"
     table = Costs((0.1, 1 / 3) * stories[0].c.n_layers, 0.7, ((1, 1.0), (17, 4 / 3)), 1e-6, 64)
     measured = []
-    monkeypatch.setattr(measure, "quick", lambda model: measured.append(model) or table)
+    monkeypatch.setattr(measure, "measure_costs",
+                        lambda model, **how: measured.append(model) or table)
     monkeypatch.setattr(drafts, "MEASURED", 1e3)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert plan().make().costs is table and "measuring" in call.capsys.readouterr().err
@@ -228,9 +229,9 @@ def test_a_drafter_and_a_rule_from_a_file(call, mine):
 
 
 @pytest.mark.parametrize("flags, culprits", [
-    (["--draft", "MINE:many"], ["mine.py:many", "(model, gamma)", "more"]),
+    (["--draft", "MINE:many"], ["mine.py, line 15", "more"]),
     (["--draft", "MINE:none"], ["mine.py:none", "NoneType", "Drafter"]),
-    (["--draft", "exit", "--rule", "MINE:none"], ["mine.py:none", "(gamma)"]),
+    (["--draft", "exit", "--rule", "MINE:none"], ["mine.py, line 16", "gamma"]),
     (["--draft", "MINE:seven"], ["seven is not callable"]),
     (["--draft", "MINE:eight"], ["eight is not there"]),
     (["--draft", "nowhere.py:x"], ["nowhere.py"]),

@@ -1,12 +1,13 @@
-"""What a GPU may compute otherwise than a CPU, on CUDA where there is one and
-else on the simulated GPU."""
+"""What a GPU may compute otherwise than a CPU, on CUDA where there is one, else on the simulated
+GPU."""
 from copy import deepcopy
+from functools import partial
 
 import promises
 import pytest
 import torch
 from paper_gpu import Paper
-from tiny import FAMILIES, LIVELY, PROMPTS, TINY, each_family, law, make
+from tiny import FAMILIES, LIVELY, PROMPTS, each_family, make
 
 from control import Confidence
 from drafter import NGram
@@ -18,7 +19,7 @@ from methods.suffix import Suffix
 from methods.trees import Siblings
 from sampling import Coins, to_probs, uniforms
 from speculative import generate, rounds
-from verification import verify_block
+from verification import verify, verify_block
 
 # how far logits may be from float64 ones of the same weights, root mean square.
 # trap: TF32 is off by 1e-3
@@ -67,21 +68,15 @@ def test_uniforms_and_what_is_made_of_them(device):
 
 
 @on_cuda
-@pytest.mark.parametrize("judge", [None, verify_block], ids=["verify", "verify_block"])
-def test_the_law_of_a_text(judge, device):
-    """By enumeration of the production loop: drafted as plain."""
-    m = make(TINY, device=device)
-    rule = {"verify": judge} if judge else {}
-
-    def texts(drafter):
-        def run(coins):
-            probs = lambda x: to_probs(x, 0.9)  # noqa: E731
-            return tuple(generate(m, [[1, 2]], 2, drafter(), probs, coins, **rule)[0][0])
-        return law(run)
-
-    plain, drafted = texts(lambda: None), texts(lambda: SelfDraft(m, range(4), 2))
-    assert drafted.keys() == plain.keys()
-    assert all(drafted[text] == pytest.approx(plain[text], abs=1e-9) for text in plain)
+@pytest.mark.parametrize("judge", [verify, verify_block])
+def test_drawn_texts_are_those_of_a_cpu(judge, device):
+    """In float64, where no rounding decides a draw."""
+    texts = []
+    for place in "cpu", device:
+        m = make(LIVELY["llama"], device=place)
+        warm = partial(to_probs, temperature=0.9)
+        texts.append(generate(m, PROMPTS, 24, WAYS["exit"](m), warm, Coins(5), verify=judge))
+    assert texts[0] == texts[1]
 
 
 @on_cuda
@@ -93,6 +88,6 @@ def test_recorded_passes_write_what_eager_ones_do(family, device):
     fast = Recorded(m, Tape if isinstance(m.tok.data, Paper) else JoinedGraph, say=pytest.fail)
     want, _ = generate(m, PROMPTS[:2], 12)
     for name in ("plain", "exit", "gap", "stop", "n-gram"):
-        for _ in range(3):      # seen, recorded, replayed
+        for _ in range(2):      # recorded, replayed
             assert generate(fast, PROMPTS[:2], 12, WAYS[name](fast))[0] == want, name
     assert fast.replays()

@@ -1,6 +1,8 @@
 """What `measure_costs` makes of known timings; and a table is measured once for each machine, model
 and dtype, whatever lies in the cache folder."""
+import itertools
 import json
+import math
 
 import pytest
 import torch
@@ -22,12 +24,12 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tables = []
 
-    def another(model):
+    def another(model, **how):
         parts, blocks = (0.1 * (len(tables) + 1), 1 / 3) * model.c.n_layers, ((1, 1.0), (17, 4 / 3))
         tables.append(Costs(parts, 0.7, blocks, 1e-7, 64, model.c.window, 0.1))
         return tables[-1]
 
-    monkeypatch.setattr(measure, "quick", another)
+    monkeypatch.setattr(measure, "measure_costs", another)
     return tables
 
 
@@ -36,7 +38,7 @@ def test_costs_leave_out_the_call_itself(models, monkeypatch):
     together, are scaled to what a pass takes besides the step around them."""
     called = []
 
-    def fake(actions, repeats):
+    def fake(actions, *how):
         called.extend(action() for action in actions.values())
         times = {name: 2.0 + name for name in actions if isinstance(name, int)}
         blocks = {(T, which): 99.0 if which else 43.0 + 2 * T for T in WIDTHS
@@ -59,7 +61,7 @@ def test_a_step_of_a_copy_is_relative_to_the_models(models, monkeypatch):
     """Both read a token after 64 others, and both are recorded if the model is."""
     seen = []
 
-    def fake(actions, repeats):
+    def fake(actions, *how):
         for act in actions.values():
             act()
         return {"model": 4.0, "twin": 1.0}
@@ -69,24 +71,15 @@ def test_a_step_of_a_copy_is_relative_to_the_models(models, monkeypatch):
     twin = fast.alongside(quantise(models["llama"], "int4"))
     monkeypatch.setattr(twin, "run", lambda x, at, cache: seen.append((at.first, at.end)) or x)
     assert measure_step(fast, twin) == 0.25
-    assert seen == [(64, 65)] * 3 and fast.replays(), "rehearsed twice, and measured"
+    assert seen == [(64, 65)] * 2 and fast.replays(), "rehearsed, and measured"
 
 
-def test_the_number_of_repeats_is_that_of_the_passes_measured(models, monkeypatch):
-    """Once a recorded model was timed by an eager pass, so that too few repeats seemed to fit."""
-    fast = Recorded(models["llama"], Tape)
-    replayed = []
-
-    def fake(actions, repeats):
-        assert fast.replays(), "rehearsed"
-        monkeypatch.setattr(Tape, "replay", lambda self: replayed.append(self))
-        actions["pass"]()
-        return {"pass": 0.01}
-
-    monkeypatch.setattr(measure, "interleave", fake)
-    monkeypatch.setattr(measure, "measure_costs", lambda model, repeats: repeats)
-    assert measure.quick(fast) == measure.SECONDS / measure.PASSES / 0.01 == 10
-    assert len(replayed) == 2, "the sub-layers and the head"
+def test_a_measurement_ends_in_time_after_five_repeats(monkeypatch):
+    monkeypatch.setattr(measure.time, "perf_counter", itertools.count().__next__)
+    for limit, repeats in (math.inf, 9), (0, 5):
+        calls = []
+        measure.interleave({"": lambda calls=calls: calls.append(0)}, 9, limit)
+        assert len(calls) == 1 + repeats
 
 
 def test_a_real_measurement_is_a_table(models):
@@ -108,34 +101,28 @@ def test_other_machines_models_and_types_have_other_tables(monkeypatch):
     assert identity(model) not in names
 
 
-@pytest.mark.parametrize("damage", [
-    {"sublayers": [1.0]}, {"head": -1}, {"slot": "0"}, {"passes": 1}, {"blocks": [[1, 1.0]]}],
-                         ids=str)
-def test_a_table_that_makes_no_sense_is_refused_and_a_short_one_read(tmp_path, damage):
-    good = {"sublayers": [1.0] * 12, "head": 5, "passes": [[1, 1.0]]}
-    (tmp_path / "costs.json").write_text(json.dumps(good | damage))
-    with pytest.raises(ValueError, match="costs.json: not a table of costs"):
-        read_costs(tmp_path / "costs.json", LLAMA)
-    with pytest.raises(ValueError, match="costs.json: not a table of costs"):
-        (tmp_path / "costs.json").write_text('{"loss": 1.5}')
-        read_costs(tmp_path / "costs.json", LLAMA)
-    (tmp_path / "costs.json").write_text(
-        '{"sublayers": [1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2], "head": 5}')
-    assert read_costs(tmp_path / "costs.json", LLAMA) == Costs((1, 2) * 6, 5, ((1, 1.0),))
+def test_a_table_that_makes_no_sense_is_refused_and_a_short_one_read(tmp_path):
+    path = tmp_path / "costs.json"
+    short = {"sublayers": [1, 2] * 6, "head": 5}
+    for damage in ({"sublayers": [1.0]}, {"head": -1}, {"slot": "0"}, {"passes": 1},
+                   {"blocks": [[1, 1.0]]}, {"loss": 1.5}):
+        path.write_text(json.dumps(short | damage))
+        with pytest.raises(ValueError, match="costs.json: not a table of costs"):
+            read_costs(path, LLAMA)
+    path.write_text(json.dumps(short))
+    assert read_costs(path, LLAMA) == Costs((1, 2) * 6, 5, ((1, 1.0),))
 
 
-def test_a_damaged_table_is_measured_anew(measured, capsys, tmp_path):
-    assert kept_costs(make(LLAMA)) == kept_costs(make(LLAMA)) and len(measured) == 1
+def test_a_table_is_kept_and_measured_again_only_if_it_is_damaged(
+        measured, capsys, tmp_path, monkeypatch):
+    assert kept_costs(make(LLAMA)) == kept_costs(make(LLAMA)) == measured[0]
     (table,) = tmp_path.rglob("costs-*.json")
     table.write_bytes(table.read_bytes()[:-9])
     capsys.readouterr()
-    assert kept_costs(make(LLAMA)) == kept_costs(make(LLAMA)) == measured[1] and len(measured) == 2
+    assert kept_costs(make(LLAMA)) == kept_costs(make(LLAMA)) == measured[1]
     assert table.name in capsys.readouterr().err.splitlines()[0]
-
-
-def test_where_nothing_can_be_kept_the_run_goes_on(monkeypatch, measured, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    assert [kept_costs(make(LLAMA))] == measured and "not kept" in capsys.readouterr().err
+    assert kept_costs(make(LLAMA)) == measured[2] and "not kept" in capsys.readouterr().err
 
 
 def test_a_recorded_model_replays_passes_and_has_its_own_table(models, measured, monkeypatch):

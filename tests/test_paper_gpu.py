@@ -38,7 +38,7 @@ def calls(gpu):
     ([1090, 1097], (0, 8), (1089, 1100))])
 def test_the_span_of_a_block_is_that_of_all_rows(gpu, lengths, offsets, want):
     n, known = torch.tensor(lengths, device="cuda"), [[0] * length for length in lengths]
-    state = State(torch.zeros(len(n), 1100, device="cuda"), n, known, [9], *6 * [None])
+    state = State(torch.zeros(len(n), 1100, device="cuda"), n, known, [9], *5 * [None])
     calls(gpu)
     at = state.span(*offsets)
     assert (at.first, at.end) == want

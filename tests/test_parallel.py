@@ -27,7 +27,7 @@ from methods import heads
 from methods.standin import ShortHead
 from methods.trees import Siblings
 from model import Transformer
-from sampling import Coins, Race, to_probs
+from sampling import Coins, to_probs
 from speculative import generate
 from support import drafts
 from support import generate as command
@@ -179,11 +179,6 @@ def test_each_process_reads_only_its_slices(folders, monkeypatch, family):
     assert own == pytest.approx(all_of_it / 4, rel=0.1), "a share costs its own bytes"
 
 
-def test_a_race_is_a_race_among_processes_too():
-    p, places = torch.full((2, 3, 7), 1 / 7), torch.tensor([[4, 5, 6]])
-    assert torch.equal(parallel.Agreed(Race(5)).settle(p, places), Race(5).settle(p, places))
-
-
 def test_sizes_that_do_not_fit_are_refused(folders):
     with pytest.raises(ValueError, match="3 processes cannot share 4 key-value heads evenly"):
         checkpoint.load(folders / "llama", "cpu", part=parallel.Part(0, 3))
@@ -193,29 +188,11 @@ def test_sizes_that_do_not_fit_are_refused(folders):
 
 # --- the command
 
-RANDOM = """import os, random
-from drafter import Draft, Drafter, Rule
-luck = random.Random(int(os.environ.get("RANK", 0)))
-class Mine(Drafter):
-    def __init__(self, model, gamma):
-        super().__init__(gamma)
-    def propose(self, state):
-        K = luck.randrange(1, self.rule.longest + 1)
-        return Draft(state.send([[luck.choice(text) for _ in range(K)] for text in state.known]))
-class Lucky(Rule):
-    def how_far(self, state):
-        return luck.randrange(self.longest + 1)
-    def stop(self, k, logits, token):
-        return [luck.random() < 0.3 for _ in token]
-"""
-
-
 def each_source(folder):
-    """{--draft and more flags: the ids that generate.py writes, or the line that refuses it} for
-    every row of the table; some rows sample."""
-    kinds = {"model": folder / "words", "heads": folder / "heads", "file": f"{folder}/mine.py:Mine"}
-    more = {"skip": ["--skip", "a1"], "int8": ["--draft-vocab", folder / "few.json"],
-            "file": ["--temperature", 1], "exit": ["--rule", f"{folder}/mine.py:Lucky"]}
+    """{--draft: the ids that generate.py writes, or the line that refuses it}, for every row of the
+    table."""
+    kinds = {"model": folder / "words", "heads": folder / "heads", "file": "mine.py:Mine"}
+    more = {"skip": ["--skip", "a1"], "int8": ["--draft-vocab", folder / "few.json"]}
     found = {}
     for kind in drafts.SOURCES:
         out = io.StringIO()
@@ -231,20 +208,18 @@ def each_source(folder):
 
 
 def test_every_source_drafts_in_two_processes_or_says_why_not(folders, tmp_path):
-    """Also a drafter and a rule with random numbers of their own, other ones in each process."""
+    """A drafter of one's own might draw other random numbers in each process."""
     (folders / "heads").mkdir()
     (folders / "heads" / heads.FILE).touch()
-    (folders / "mine.py").write_text(RANDOM)
     (folders / "few.json").write_text('{"ids": [5, 9, 20, 31]}')
     (first, _, err), (second, _, other) = spawn(tmp_path / "group", 2, each_source, folders)
     assert err == other == "" and first == second
     alone = each_source(folders)
     refused = {kind for kind, got in first.items() if isinstance(got, str)}
-    assert refused == {*heads.KINDS, "heads"}
+    assert refused == {*heads.KINDS, "heads", "file"}
     assert all("processes" in first[kind] for kind in refused)
     for kind in drafts.SOURCES.keys() - refused:
-        assert first[kind] == alone[kind], kind
-    assert all(alone[kind] == alone["none"] for kind in drafts.NAMED.keys() - refused)
+        assert first[kind] == alone[kind] == alone["none"], kind
 
 
 def test_torchrun_writes_one_text(tmp_path):

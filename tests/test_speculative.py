@@ -1,6 +1,7 @@
 """The loop is lossless: greedy text is the plain one token for token, and the law of sampled text
 is the target's, for every drafter, both families and ragged batches."""
 import math
+import random
 from copy import copy
 from dataclasses import replace
 from unittest.mock import Mock
@@ -11,10 +12,11 @@ import torch
 from promises import reader
 from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, read, small
 
+from control import Confidence
 from drafter import ModelDraft, NGram
-from kvcache import KVCache, prefill
 from layerskip import SelfDraft, without
 from methods.standin import Padded, ShortHead
+from methods.then import Then
 from model import StandIn
 from sampling import to_probs
 from speculative import generate, rounds
@@ -30,6 +32,13 @@ def known(state):
 def on_and_off():
     """Drafts nothing for several rounds in a row, then something again."""
     return Says(lambda state: (4, 0, 0, 0, 2)[known(state) % 5])
+
+
+def dice(most=6, ends=True):
+    """Another length for each row and round; where it `ends`, also drafts that end anywhere."""
+    draw = random.Random(1)
+    stop = lambda k, logits, token: [draw.random() < 0.2 for _ in token]        # noqa: E731
+    return Says(lambda state: [draw.randint(0, most) for _ in state.known], stop if ends else None)
 
 
 class Shifting(SelfDraft):
@@ -55,9 +64,12 @@ DRAFTERS = {
     "exit": lambda m: SelfDraft(m, range(8), 4),
     "skip": lambda m: SelfDraft(m, without(6, attn=[1, 4], mlp=[2]), 3),
     "model": lambda m: ModelDraft(small(m), 4),
-    "exit, stopped": lambda m: SelfDraft(m, range(8), Unsure(5)),
-    "model, stopped": lambda m: ModelDraft(small(m), Unsure(5)),
-    "ngram, gated": lambda m: NGram(on_and_off(), 1),
+    "exit, diced": lambda m: SelfDraft(m, range(8), dice()),
+    "model, diced": lambda m: ModelDraft(small(m), dice()),
+    "ngram, diced": lambda m: NGram(dice(ends=False), 1),
+    "model, model": lambda m: Then(ModelDraft(small(m), dice(3)), ModelDraft(m, dice(4))),
+    "exit, model, ngram": lambda m: Then(
+        SelfDraft(m, range(8), 2), Then(ModelDraft(small(m), dice(3, False)), NGram(3, 1))),
     "another model's skip": lambda m: ModelDraft(make(m.c, 9, m.tok.device), 3, [0, 1, 3, 4, 8]),
     "exit, short head": lambda m: SelfDraft(ShortHead(m, [4, 9, 0, 2, 16, 3]), range(8), 4),
     "model of fewer ids": lambda m: ModelDraft(padded(m, 12), 4),
@@ -66,24 +78,14 @@ DRAFTERS = {
 }
 RESTLESS = {"shifting": Shifting,
             "model": lambda m: ModelDraft(m, Says(lambda state: known(state) % 6))}
-SOME = ["none", "ngram", "skip", "model", "long"]
+PAIRS = ["model, model", "exit, model, ngram"]
+SOME = ["none", "ngram", "skip", "model", "long", *PAIRS]
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])     # a GPU: test_paper_gpu.py
-test_poison = promises.poison(RESTLESS)
-test_end_of_text_at_every_position = promises.end_of_text(DRAFTERS,
-                                                          ["ngram", "exit", "skip"], range(7))
+test_poison = promises.poison(RESTLESS | {name: DRAFTERS[name] for name in PAIRS})
+test_end_of_text_at_every_position = promises.end_of_text(
+    DRAFTERS, ["ngram", "exit", "skip", *PAIRS], range(7))
 test_context_limit = promises.context_limit(DRAFTERS, SOME)
 test_damaged_weights = promises.damaged_weights(DRAFTERS, SOME)
-
-
-@each_family
-def test_the_trace_of_a_long_prompt_is_whole(models, family, monkeypatch):
-    m, tokens = models[family], torch.tensor([PROMPTS[0], PROMPTS[3]])
-    whole, parts = {2: None, 11: None}, {2: None, 11: None}
-    for trace, chunk in ((whole, 8), (parts, 3)):
-        monkeypatch.setattr(m, "chunk", chunk)
-        x = prefill(m, tokens, KVCache(m.c, 2, 16, torch.float64), trace=trace)
-        assert torch.equal(trace[11], x)
-    assert all((whole[tap] - parts[tap]).abs().max() < 1e-12 for tap in whole)
 
 
 # --- drafts: a perfect one is accepted whole, and what it shares with the target is not run again
@@ -110,7 +112,10 @@ def test_what_is_shared_is_handed_over_and_not_run_again(models, monkeypatch, su
 
 
 test_drafts_are_right = promises.right_drafts({     # of SelfDraft: test_layerskip.py
-    "model": lambda m, far: reader(small(m), on_and_off(), far)})
+    "model": lambda m, far: reader(small(m), on_and_off(), far),
+    # a draft model behind which others went on has also read their tokens
+    "model, model": lambda m, far: Then(
+        reader(small(m), dice(ends=False), far), ModelDraft(m, dice(ends=False)))})
 
 
 @pytest.mark.parametrize("V", [12, 20])
@@ -188,13 +193,17 @@ LAWS = {
     "exit": (TINY, lambda m: SelfDraft(m, range(4), 2)),
     "gemma2 skip": (TINY_GEMMA, lambda m: SelfDraft(m, [0, 2, 3, 5], 2)),
     "exit, stopped": (TINY, lambda m: SelfDraft(m, range(4), Unsure(2))),
+    "sure exit, ngram":
+        (TINY, lambda m: Then(SelfDraft(m, range(4), Confidence(0.6, 2)), NGram(2, 1))),
+    "exit, model": (TINY, lambda m: Then(SelfDraft(m, range(4), 1), ModelDraft(small(m), 1))),
     "model, gated": (TINY, lambda m: ModelDraft(make(replace(TINY, n_layers=1), 7),
                                                 Says(lambda state: 2 * (len(state.known[0]) > 3)))),
     "gemma2 short head": (TINY_GEMMA, lambda m: SelfDraft(ShortHead(m, [1, 2]), [0, 2, 3, 5], 2)),
     "model of fewer ids": (TINY, lambda m: ModelDraft(padded(m, 2), 2)),
     "gemma2 model of more ids": (TINY_GEMMA, lambda m: ModelDraft(padded(m, 5), 2))}
 test_exact_law = promises.exact_law(LAWS)
-test_exact_law_of_a_ragged_batch = promises.exact_law_of_a_ragged_batch(LAWS, ["exit, stopped"])
+test_exact_law_of_a_ragged_batch = promises.exact_law_of_a_ragged_batch(
+    LAWS, ["exit, stopped", "sure exit, ngram"])
 
 
 # --- n-grams
@@ -205,6 +214,14 @@ def test_ngram_copies_the_latest_continuation(models):
     _, r = next(rounds(models["llama"], texts, 9, NGram(3, 2)))
     drafts = [row[:n] for row, n in zip(r.draft.tokens.tolist(), r.proposed.tolist(), strict=True)]
     assert drafts == [[4, 5, 1], [7], [], []]
+
+
+def test_an_ngram_knows_nothing_of_the_text_before(models):
+    used = NGram(3, 1)
+    runs = [[r.draft.tokens.tolist() for _, r in rounds(models["llama"], prompts, 20, drafter)]
+            for prompts, drafter in ((PROMPTS, used), (PROMPTS[::-1], used),
+                                     (PROMPTS[::-1], NGram(3, 1)))]
+    assert runs[1] == runs[2]
 
 
 # --- bad input, and nothing to do

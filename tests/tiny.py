@@ -168,7 +168,7 @@ def state_of(known, left, probs=warm, coins=None):
     S = max(map(len, known)) + 9
     tokens = torch.tensor([text + [0] * (S - len(text)) for text in known])
     n = torch.tensor([len(text) for text in known])
-    return State(tokens, n, known, left, None, None, probs, coins, (), torch.arange(S)[None])
+    return State(tokens, n, known, left, None, None, probs, coins, ())
 
 
 def make_round(new, accepted, proposed, tokens=None, q=None, vocab=9):

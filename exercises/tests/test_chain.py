@@ -6,19 +6,13 @@ from functools import partial
 import pytest
 import torch
 from teach import compare, fail, same_law, short
-from tiny import Says, law, state_of, wide
+from tiny import Branch, Says, law, state_of, wide
 
 from drafter import chain
+from exercises.answers import Mistakes
 from sampling import Coins
 
 LOGITS = wide([[0.0, 1.0, 2.0], [2.0, 0.5, 0.0], [1.0, 0.0, 0.5]])     # by the last token
-CHAIN = {
-    "stale": "step reads the last known token every time; "
-             "it must read the token that was drawn before it",
-    "raw": "tokens are drawn from the raw softmax; "
-           "temperature, top-k and the like are in state.probs",
-    "argmax": "the most likely token is taken; "
-              "a draft must be drawn from q, or q is not its distribution"}
 
 
 def best_two(logits):
@@ -29,21 +23,11 @@ def best_two(logits):
     return p / p.sum(-1, keepdim=True)
 
 
-def two_steps(coins, mistake=None):
-    """Two tokens of a chain after token 0, one by one."""
-    tokens = [0]
-    for _ in range(2):
-        row = LOGITS[0 if mistake == "stale" else tokens[-1]]
-        q = row.softmax(-1) if mistake == "raw" else best_two(row)
-        tokens.append(int(q.argmax() if mistake == "argmax" else coins.choose(q)))
-    return tuple(tokens[1:])
-
-
-def draft(rule, coins, known=([1, 0],), left=(9, 9)):
+def draft(chain, rule, coins, known=([1, 0],), left=(9, 9)):
     """What chain returns for these texts: rows of live tokens, q (B, K, V), and how often it
     stepped."""
     steps = []
-    state = state_of(list(known), list(left)[: len(known)], best_two, coins)
+    state = state_of([*map(list, known)], list(left)[: len(known)], best_two, coins)
 
     def step(token, k):
         steps.append(k)
@@ -60,22 +44,36 @@ def draft(rule, coins, known=([1, 0],), left=(9, 9)):
     return rows, draft.q, len(steps)
 
 
-def test_chain_draws_each_token_after_the_one_before():
-    same_law(lambda coins: tuple(draft(Says(2), coins)[0][0]), law(two_steps),
-             {why: partial(two_steps, mistake=name) for name, why in CHAIN.items()},
-             "gamma = 2 and texts that end with token 0; {drafted tokens: probability}",
+def lengths(chain, *given):
+    return torch.tensor([len(row) for row in draft(chain, *given)[0]])
+
+
+def draws(rule, given, last=None):
+    """A chain after token 0 has the distribution of draws one by one, which end after `last`."""
+    def one_by_one(coins):
+        tokens = [0]
+        while len(tokens) <= rule.how_far(None) and tokens[-1] != last:
+            tokens.append(int(coins.choose(best_two(LOGITS[tokens[-1]]))))
+        return tuple(tokens[1:])
+
+    def run(chain, coins):
+        return tuple(draft(chain, rule, coins)[0][0])
+
+    same_law(partial(run, chain), law(one_by_one), Mistakes("chain", run, run=True),
+             f"{given}, a text that ends with token 0; {{drafted tokens: probability}}",
              "each token is drawn from state.probs(step(the token before it))")
+
+
+def test_chain_draws_each_token_after_the_one_before():
+    draws(Says(2), "gamma = 2")
 
 
 def test_chain_returns_the_q_that_it_drew_from():
     def once(coins):
-        (tokens,), q, _ = draft(Says(2), coins)
-        before = [0, *tokens[:-1]]
-        compare(q, best_two(LOGITS[before])[None], {
-            "q must be what the token was drawn from, state.probs(logits), not the raw softmax":
-                LOGITS[before].softmax(-1)[None],
-            "each q belongs to the next token: keep the q that *this* token was drawn from":
-                best_two(LOGITS[tokens])[None]}, f"q of the drafted tokens {tokens} after token 0")
+        (tokens,), q, _ = draft(chain, Says(2), coins)
+        compare(q, best_two(LOGITS[[0, *tokens[:-1]]])[None],
+                Mistakes("chain", lambda f: draft(f, Says(2), Branch(coins.path))[1]),
+                f"q of the drafted tokens {tokens} after token 0")
 
     law(once)
 
@@ -90,27 +88,16 @@ def test_chain_keeps_the_token_that_stops_it():
                  "stop(k, logits, token) gets the raw logits, not q, and neither has a place T")
         return (token == 2).tolist()
 
-    def once(coins):
-        (tokens,), _, _ = draft(Says(5, stop), coins)
-        late = len(tokens) - 1 - tokens.index(2) if 2 in tokens else 0
-        if late or (len(tokens) < 5 and tokens[-1:] != [2]):
-            why = ("the drawn token that stops the draft is dropped; "
-                   "to drop a token for what it is changes "
-                   "the distribution of the text")
-            if late:
-                why = f"it stops {late} token(s) too late"
-                why = "it does not stop" if len(tokens) == 5 and late > 1 else why
-            fail("a rule that stops after token 2, and at most 5 tokens",
-                 "the draft ends with its first 2, or has 5 tokens",
-                 f"the live tokens {tokens}", why)
-
-    law(once)
+    draws(Says(5, stop), "a rule that stops after token 2, and at most 5 tokens", 2)
 
 
 def test_chain_rows_draw_for_themselves():
+    def run(chain, coins):
+        return tuple(t for (t,) in draft(chain, Says(1), coins, ([1, 0], [2]))[0])
+
     first, second = best_two(LOGITS[0]).tolist(), best_two(LOGITS[2]).tolist()
     want = {(a, b): x * y for a, x in enumerate(first) for b, y in enumerate(second)}
-    same_law(lambda coins: tuple(t for (t,) in draft(Says(1), coins, ([1, 0], [2]))[0]), want, {},
+    same_law(partial(run, chain), want, Mistakes("chain", run, run=True),
              "two texts, a token of each; {tokens: probability}", "each row draws from its own q")
 
 
@@ -118,32 +105,27 @@ def test_chain_rows_end_one_by_one(record_property):
     """Row 0 stops at once, row 1 after five tokens. What the rule says of row 0 later changes
     nothing."""
     rule = Says(6, lambda k, logits, token: [k in (0, 2), k == 4])
-    rows, _, steps = draft(rule, Coins(0), ([1, 0], [2]))
-    got = [len(row) for row in rows]
-    if got != [1, 5]:
-        fail("gamma = 6; the rule stops row 0 after tokens 1 and 3, row 1 after token 5",
-             [1, 5], got,
-             "a row that has stopped goes on again: once stopped, always stopped")
+    given = rule, Coins(0), ([1, 0], [2])
+    compare(lengths(chain, *given), [1, 5], Mistakes("chain", lambda f: lengths(f, *given)),
+            "gamma = 6; the rule stops row 0 after tokens 1 and 3, row 1 after token 5: lengths")
+    steps = draft(chain, *given)[2]
     if steps > 5:
-        record_property("remark", f"right, but it takes {steps} steps where 5 would do: "
-                                  "what is drafted "
-                                  "after all rows have stopped is never read")
+        record_property("remark", f"right, but it takes {steps} steps where 5 would do: what is "
+                                  "drafted after all rows have stopped is never read")
 
 
 @pytest.mark.parametrize("stop", [None, lambda k, logits, token: torch.zeros(2).bool()],
                          ids=["no stop rule", "a stop rule"])
-@pytest.mark.parametrize("want, left, lengths", [
+@pytest.mark.parametrize("want, left, most", [
     ([3, 1], [9, 9], [3, 1]), ([2, 2], [9, 2], [2, 1]), (3, [1, 9], [0, 3]), (0, [9, 9], [0, 0])])
-def test_chain_lengths(want, left, lengths, stop):
+def test_chain_lengths(want, left, most, stop):
     """No row drafts more than it wants, nor than it may still emit less one. gamma = 0: no step,
     no q."""
-    rows, q, steps = draft(Says(want, stop), Coins(0), ([1, 0], [2]), left)
-    got = [len(row) for row in rows]
-    if got != lengths:
-        fail(f"gamma = {want}, and rows that may still emit {left} tokens", lengths, got,
-             "each row has its own length: `wanted` says how many tokens each may draft, "
-             "and `varied`, whether they differ")
-    if not any(lengths) and (q is not None or steps):
+    given = Says(want, stop), Coins(0), ([1, 0], [2]), left
+    compare(lengths(chain, *given), most, Mistakes("chain", lambda f: lengths(f, *given)),
+            f"gamma = {want}, and rows that may still emit {left} tokens: the lengths")
+    _, q, steps = draft(chain, *given)
+    if not any(most) and (q is not None or steps):
         fail("gamma = 0", "q = None and no step", f"{short(q)}, {steps} steps")
 
 
@@ -158,13 +140,12 @@ def test_chain_rows_of_drawn_rules():
         most = [max(0, min(n, room - 1)) for n, room in zip(want, left, strict=True)]
         ends = [next((k + 1 for k in range(8) if stops[k][b]), 9) for b in range(B)]
         rule = Says(want, lambda k, logits, token, stops=stops: stops[k])
-        rows, q, _ = draft(rule, Coins(seed), known, left)
         given = (f"rows that want {want} tokens, may still emit {left}, "
-                 f"and are stopped after token {ends}")
-        longer = [end if end <= max(most) else n for n, end in zip(most, ends, strict=True)]
-        compare(torch.tensor([len(row) for row in rows]), list(map(min, most, ends)), {
-            "a stop after a row's own end makes the row longer": longer},
-            f"{given} (9: never): the lengths")
+                 f"and are stopped after token {ends} (9: never)")
+        case = rule, Coins(seed), known, left
+        compare(lengths(chain, *case), list(map(min, most, ends)),
+                Mistakes("chain", lambda f, case=case: lengths(f, *case)), f"{given}: the lengths")
+        rows, q, _ = draft(chain, *case)
         for b, row in enumerate(rows):
             if row:
                 before = [known[b][-1], *row[:-1]]

@@ -14,7 +14,7 @@ from tiny import wide
 
 import control
 from exercises import autograder, museum
-from exercises.check import answer
+from exercises.answers import original
 from exercises.museum import EXHIBITS, OURS, RIGHT, five, laws, off, show
 from exercises.tasks import choose, file_name
 from model import visible
@@ -134,7 +134,7 @@ def test_the_zip_grades_an_answer_as_the_server_would(tmp_path):
     submission.mkdir()
     (tmp_path / "results").mkdir()
     task = choose("8")
-    (submission / file_name(task)).write_text(answer(task), encoding="utf-8")
+    (submission / file_name(task)).write_text(original(task), encoding="utf-8")
     done = subprocess.run(["sh", source / "run_autograder"], cwd=tmp_path, capture_output=True,
                           text=True,
                           env=os.environ | {"AT": str(tmp_path), "PY": sys.executable})

@@ -27,12 +27,13 @@ from lab.train_heads import ask
 from layerskip import SelfDraft, early_exit
 from machine.exact import fast
 from machine.fused import fuse
-from machine.quant import ROWS, SHARE, Int4, byte_costs, quantise, rebuild
+from machine.quant import ROWS, SHARE, Int4, Matrix, byte_costs, quantise
 from machine.rows import FEW, multiplies
 from methods import heads
 from methods.arms import candidates
 from methods.pace import COPY, Pace
 from methods.suffix import Suffix
+from model import put
 from support.drafts import fit, load_small
 from support.measure import kept_costs, measure_step
 from support.texts import read_texts
@@ -76,8 +77,11 @@ def dither(model):
 def rough(model, kind):
     """The copy of a model in few bits, which is made when the first text needs it."""
     twin = quantise(model, kind, head=kind, rounds=True)
-    if model.tok.dtype == torch.float64:
-        rebuild(twin)   # no product has to rebuild its own
+    if model.tok.dtype == torch.float64:    # no product has to rebuild its matrix
+        for module in list(twin.modules()):
+            for name, w in list(module.named_children()):
+                if isinstance(w, Matrix):
+                    put(module, name, torch.nn.Parameter(w.full(w.dtype), requires_grad=False))
     return model.alongside(twin)
 
 

@@ -17,7 +17,7 @@ TEXTS = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7, 7, 7], [3, 8, 8, 8, 1, 2, 2, 16, 
 
 def wild(model, **shape):
     """A HAMburger with random new parts, and a trunk that is no longer the model."""
-    burger = Hamburger(model, heads=2, **shape).requires_grad_(False)
+    burger = Hamburger(model, **shape).requires_grad_(False)
     g, trunk = torch.Generator().manual_seed(1), set(burger.trunk.parameters())
     for p in burger.parameters():
         noise = torch.randn(p.shape, generator=g, dtype=torch.float64).to(p)
@@ -31,11 +31,10 @@ def test_the_merging_by_hand(models):
     tokens = torch.tensor([[[*ids, 9], [5, 9, 9, 9]]])
     got = burger.compose(tokens, torch.tensor([[3, 1]]))[0]
     x = burger.trunk.tok[ids]                                                   # (3, dim)
-    mean, D, pieces = x.mean(0), x.shape[1] // 2, []
+    mean, pieces = x.mean(0), []
     keys, values = (x @ burger.kv.T + burger.place[:3]).chunk(2, -1)
-    for mine in (slice(0, D), slice(D, 2 * D)):
-        scores = keys[:, mine] @ mean[mine] / D**0.5
-        pieces.append(scores.softmax(0) @ values[:, mine])
+    for query, k, v in zip(mean.chunk(4), keys.chunk(4, -1), values.chunk(4, -1), strict=True):
+        pieces.append((k @ query / 8**0.5).softmax(0) @ v)
     assert torch.allclose(got[0], mean + burger.out @ torch.cat(pieces))
     assert torch.equal(got[1], burger.trunk.tok[5])
     x = torch.stack([burger.trunk.embed(torch.tensor([5]))[0], got[0]])[None]
@@ -47,7 +46,7 @@ def test_the_merging_by_hand(models):
 @each_family
 def test_untouched_it_is_the_model(models, family):
     """With entries of one token, as a scorer and as a writer."""
-    m, burger = models[family], Hamburger(models[family], heads=2)
+    m, burger = models[family], Hamburger(models[family])
     assert score(burger, m, torch.tensor(PROMPTS[:1]), 2.0) == (pytest.approx(0, abs=1e-9), 1.0)
     assert sum(write(burger, PROMPTS[0], 9, 2.0), []) == oracle(m, PROMPTS[0], 9)
 

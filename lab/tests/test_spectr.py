@@ -1,19 +1,23 @@
-"""k-SEQ by all its outcomes, its rate beside the optimum, and how far typical acceptance is from
-p."""
+"""k-SEQ and typical acceptance by all their outcomes, and the optimum of one place."""
 from itertools import combinations_with_replacement
 from math import factorial
 
 import networkx
 import pytest
 import torch
-from tiny import Fixed, law, wide
+from tiny import law, wide
 
 from lab.spectr import PAIRS, chances, k_seq, typical
 from methods.trees import verify_tree
-from verification import verify
 
 LAWS = [(wide(p), wide(q)) for p, q in [*PAIRS.values(), ([0.0, 0.4, 0.6], [0.5, 0.0, 0.5]),
                                         ([1.0, 0.0, 0.0], [0.0, 0.5, 0.5]), ([0.2, 0.3, 0.5],) * 2]]
+
+
+def each(test):
+    """With each pair and one to three drafts."""
+    return pytest.mark.parametrize("k", [1, 2, 3])(
+        pytest.mark.parametrize("p, q", LAWS, ids=str)(test))
 
 
 def drawn(q, k, coins):
@@ -21,8 +25,7 @@ def drawn(q, k, coins):
     return torch.stack([coins.choose(q) for _ in range(k)])[None]
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("p, q", LAWS, ids=str)
+@each
 def test_k_seq_writes_p_and_keeps_what_the_formula_says(p, q, k):
     """So do siblings in turn, which keep no more; neither exceeds the optimum."""
     def once(coins):
@@ -44,43 +47,23 @@ def test_k_seq_writes_p_and_keeps_what_the_formula_says(p, q, k):
     assert turn <= seq + 1e-12 and seq <= most + 1e-12
 
 
-def test_one_draft_is_leviathans_rule():
-    p, q = LAWS[0]
-    for u in (0.1, 0.74, 0.76, 0.99):
-        tokens = torch.tensor([[1]])
-        first, token = k_seq(p[None], q[None], tokens, Fixed(u, 0.5))
-        accepted, other = verify(p.expand(1, 2, 3), q[None, None], tokens, Fixed(u, 0.5))
-        assert int(first) == 1 - int(accepted) and (int(accepted) or int(token) == int(other))
+@each
+def test_the_optimum_is_the_largest_flow_from_sets_of_drafts_to_tokens(p, q, k):
+    graph = networkx.DiGraph()
+    for drafts in combinations_with_replacement(range(3), k):
+        ways = factorial(k)
+        for t in set(drafts):
+            ways //= factorial(drafts.count(t))
+            graph.add_edge(drafts, t)
+        graph.add_edge("drafts", drafts, capacity=float(ways * q[list(drafts)].prod()))
+    for t in range(3):
+        graph.add_edge(t, "text", capacity=float(p[t]))
+    flow = networkx.maximum_flow_value(graph, "drafts", "text")
+    assert chances(p, q, k)[2] == pytest.approx(flow, abs=1e-9)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_the_optimum_is_the_largest_flow_from_sets_of_drafts_to_tokens(k):
-    for p, q in LAWS:
-        graph = networkx.DiGraph()
-        for drafts in combinations_with_replacement(range(3), k):
-            ways = factorial(k)
-            for t in set(drafts):
-                ways //= factorial(drafts.count(t))
-                graph.add_edge(drafts, t)
-            graph.add_edge("drafts", drafts, capacity=float(ways * q[list(drafts)].prod()))
-        for t in range(3):
-            graph.add_edge(t, "text", capacity=float(p[t]))
-        flow = networkx.maximum_flow_value(graph, "drafts", "text")
-        assert chances(p, q, k)[2] == pytest.approx(flow, abs=1e-9)
-
-
-def test_typical_acceptance_by_hand():
-    """Of p = (.9, .06, .04) H is .39, so the bar is .09. One token passes, and it replaces the
-    others, too. Where all three pass, one draft writes q; of two, the likeliest token is among them
-    .64 of the time."""
-    assert typical(*map(wide, PAIRS["p is surer"]), 1).tolist() == pytest.approx([1, 0, 0])
-    for k, law_of_k in ((1, [0.4, 0.4, 0.2]), (2, [0.64, 0.32, 0.04])):
-        assert typical(*map(wide, PAIRS["alike"]), k).tolist() == pytest.approx(law_of_k)
-
-
-@pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("p, q", LAWS, ids=str)
-def test_typical_acceptance_by_all_outcomes(p, q, k):
+@each
+def test_typical_acceptance(p, q, k):
     bar = min(0.09, 0.3 * float(torch.exp(-torch.special.entr(p).sum())))
 
     def once(coins):
@@ -88,5 +71,5 @@ def test_typical_acceptance_by_all_outcomes(p, q, k):
         return max(passed, key=lambda t: (p[t], -t), default=int(p.argmax()))
 
     found = law(once)
-    assert typical(p, q, k).tolist() == pytest.approx([found.get(t, 0.0) for t in range(3)],
-                                                      abs=1e-12)
+    want = [found.get(t, 0.0) for t in range(3)]
+    assert typical(p, q, k).tolist() == pytest.approx(want, abs=1e-12)

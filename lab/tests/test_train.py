@@ -1,5 +1,4 @@
 """The training recipe by hand, what it learns, killed runs that are resumed, what is saved."""
-import signal
 from types import SimpleNamespace
 
 import pytest
@@ -41,13 +40,6 @@ def begin(flags):
 def state(out):
     """What a run's checkpoint holds."""
     return torch.load(out / train.STATE, weights_only=True)
-
-
-def same_end(a, b):
-    one, other = state(a), state(b)
-    assert one["step"] == other["step"] and one["loss"] == other["loss"]
-    assert one["weights"].keys() == other["weights"].keys()
-    assert all(torch.equal(t, other["weights"][key]) for key, t in one["weights"].items())
 
 
 def choices(n_layers, **changes):
@@ -98,7 +90,6 @@ def test_one_batch_is_learnt_by_heart(family, begin):
     run = begin(family=family, tokens=64 * 60, dropout=0, lr=0.02, muon_lr=0.05)
     muon, adamw = (o.param_groups[0]["params"] for o in run.optimisers)
     assert len(muon) == 4 * 3 and len(muon + adamw) == len([*run.model.parameters()])
-    assert len(begin("plain", family=family, muon_lr=0).optimisers) == 1
     batch = run.text.batch(0, 0, 4, 16)
     run.text.batch = lambda *_: batch
     assert min(train.evaluate(run.model, batch[0], 16, 16)["loss"]) > 5
@@ -126,8 +117,8 @@ def test_the_gradient_is_clipped_and_the_exit_loss_weighted(begin, monkeypatch):
 def test_the_learning_rate_of_each_step(begin):
     """Of 1000 steps, a warm-up, and a linear decay to 2 % and no less."""
     run = begin(tokens=64_000, warmup=100, decay=0.5)
-    for run.step, share in {0: 0.01, 49: 0.5, 98: 0.99, 99: 1, 500: 1, 600: 0.8, 750: 0.5,
-                            989: 0.022, 990: 0.02, 999: 0.02}.items():
+    for run.step, share in {0: 0.01, 49: 0.5, 99: 1, 500: 1, 750: 0.5, 989: 0.022,
+                            999: 0.02}.items():
         run.train_step()
         assert [o.param_groups[0]["lr"] for o in run.optimisers] == approx(
             [0.02 * share, 0.003 * share])
@@ -154,38 +145,17 @@ def save_half(state, path):
 
 
 def test_a_training_that_was_killed_ends_as_one_that_was_not(call, flags, tmp_path, monkeypatch):
-    changes, out = {"family": "gemma2", "dropout": 0.5}, tmp_path / "out"
+    changes = {"family": "gemma2", "dropout": 0.5}
     monkeypatch.setattr(train, "EVERY", -1.0)
     with monkeypatch.context() as patch:
         patch.setattr(train, "torch", SimpleNamespace(**vars(torch) | {"save": save_half}))
-        assert call(*flags(**changes))[0] == 130 and state(out)["step"] == 3
+        assert call(*flags(**changes))[0] == 130 and state(tmp_path / "out")["step"] == 3
     for name in ("out", "whole"):
         assert call(*flags(name, resume=True, **changes))[0] == 0
-    same_end(out, tmp_path / "whole")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_keeps_all_steps_that_were_taken(number, call, flags, tmp_path, monkeypatch):
-    class Stopped(train.Run):
-        def train_step(self):
-            if self.step == 1:
-                signal.raise_signal(number)
-            super().train_step()
-
-    before = signal.getsignal(signal.SIGINT)    # ignored, where the tests run in the background
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "Run", Stopped)
-        status, _, err = call(*flags())
-    assert status == 130 and state(tmp_path / "out")["step"] == 2 and "--resume" in err
-    assert signal.getsignal(signal.SIGINT) is before
-    for name in ("out", "whole"):
-        assert call(*flags(name, resume=True))[0] == 0
-    same_end(tmp_path / "out", tmp_path / "whole")
-
-
-def test_a_loss_that_is_no_number_ends_the_run(call, flags, tmp_path):
-    status, _, err = call(*flags(muon_lr=1e25, warmup=0, dropout=0))
-    assert (status, state(tmp_path / "out")["step"]) == (2, 0) and "lower --lr" in err
+    one, other = (state(tmp_path / name) for name in ("out", "whole"))
+    assert one["step"] == other["step"] and one["loss"] == other["loss"]
+    assert one["weights"].keys() == other["weights"].keys()
+    assert all(torch.equal(t, other["weights"][key]) for key, t in one["weights"].items())
 
 
 def test_what_cannot_be_resumed_is_refused(call, flags, begin, tmp_path):
@@ -196,19 +166,20 @@ def test_what_cannot_be_resumed_is_refused(call, flags, begin, tmp_path):
     call.refuses(flags(out="", resume=True), tmp_path, "--out")     # a folder of other files
     own = path.read_bytes()
     whole = torch.load(path, weights_only=True)
-    for state in ({"epoch": 3}, [1, 2], whole | {"text": {}},
-                  whole | {"weights": {"w": torch.ones(2)}}):
-        torch.save(state, path)     # another program's
+    for other in ([1, 2], whole | {"weights": {"w": torch.ones(2)}}):
+        torch.save(other, path)     # another program's
         call.refuses(flags(resume=True), tmp_path, path, "not a checkpoint of this")
     path.write_bytes(own[:-100])
     call.refuses(flags(resume=True), tmp_path, path, "damaged")
 
 
-@pytest.mark.parametrize("changes, word", [
-    ({"dropout": 1.1}, "--dropout"), ({"lr": "nan"}, "--lr"), ({"kv_heads": 3}, "--kv-heads 3"),
-    ({"data": ["none.txt"]}, "none.txt"), ({"context": 9999}, "a.txt")], ids=str)
-def test_bad_input_is_refused(changes, word, call, flags, tmp_path):
-    call.refuses(flags(**changes), tmp_path, word)
+def test_bad_input_is_refused(call, flags, tmp_path):
+    for changes, word in (({"dropout": 1.1}, "--dropout"), ({"lr": "nan"}, "--lr"),
+                          ({"kv_heads": 3}, "--kv-heads 3"), ({"data": ["none.txt"]}, "none.txt"),
+                          ({"context": 9999}, "a.txt")):
+        call.refuses(flags(**changes), tmp_path, word)
+    status, _, err = call(*flags(muon_lr=1e25, warmup=0, dropout=0))
+    assert (status, state(tmp_path / "out")["step"]) == (2, 0) and "lower --lr" in err
 
 
 @each_family
@@ -225,4 +196,5 @@ def test_what_was_saved_has_the_same_logits_and_learns_on(family, begin, call, f
         assert torch.equal(m(TOKENS), other.model(TOKENS))
     further.train_step()
     assert not any(map(torch.equal, m.blocks[0].parameters(), further.model.blocks[0].parameters()))
+    assert "| agreement before, a | " in (out / "README.md").read_text()
     call.refuses(flags("b", **SHAPE | {"layers": 2, "start": out}), out, "--layers")
