@@ -15,7 +15,7 @@ from tiny import command
 from exercises.cuts import change
 from porting import check, make
 from porting.library_port import answer, cut_margin, tree_margin
-from porting.wrong_ports import MISTAKES, SOURCE, answers, wrong_port
+from porting.make import MISTAKES, SOURCE, answers, wrong_port
 
 PORTING = Path(__file__).parents[1]
 CORE, STORIES = check.read_cases(check.TRACES), check.read_cases(check.STORIES)
