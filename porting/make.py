@@ -140,7 +140,7 @@ def write_mistakes(out):
         for number, wrong in answers(wrong_port(scope, old, new), requests).items():
             expect = cases[number][1]
             said = json.loads(json.dumps(wrong))
-            if check.differ(expect["answer"], said, expect["tolerance"], []):
+            if check.differ(expect["answer"], said, expect["tolerance"]):
                 told, right = (check.print_of(x, sorted(expect["answer"]))
                                for x in (wrong, expect["answer"]))
                 if not check.alike(told, right, expect["tolerance"]):
