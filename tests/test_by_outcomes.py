@@ -1,6 +1,7 @@
 """`verify` and `verify_tree` by their outcomes, all enumerated: what counts is the distribution
 of the text. A verifier that keeps few drafts may be right all the same, so each text is completed
-by p before it is compared, and what is kept is only remarked on."""
+by p before it is compared, and what is kept is only remarked on. A wrong one is told from others by
+what the mistakes of exercises/wrong.txt give."""
 import itertools
 import math
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 from teach import fail, promise, same_law
 from tiny import law, plant, wide
 
+from exercises.answers import Mistakes
 from methods.trees import verify_tree
 from sampling import Coins
 from verification import verify
@@ -63,7 +65,7 @@ def completed(found, *tables, count):
     """{text or texts: probability}, each completed to `count` tokens by its p."""
     whole = {}
     for texts, weight in found.items():
-        laws = [target_law(p, count, text) for p, text in zip(tables, texts, strict=True)]
+        laws = [target_law(tables[b], count, text) for b, text in enumerate(texts)]
         outcomes = {(): weight}
         for one in laws:
             outcomes = {(*done, text): w * x for done, w in outcomes.items()
@@ -105,76 +107,18 @@ def written(verifier, parents, count, copied=None, tables=SMALL, length=None):
 
 
 DEAD = "`length` is ignored: what a row does not propose is dead, and is never accepted"
-MISTAKES = {    # of `verify` and `verify_tree`
-    "threshold": "a draft with p < q is always rejected; accept it with probability p/q",
-    "agree": "a draft passes only if it is p's most likely token: greedy decoding, not sampling",
-    "zero": "only the rejected token is set to zero; max(p - q, 0) subtracts all of q",
-    "sure": "the token after the draft is the most likely one of what is left; it must be drawn",
-    "all": "every draft is accepted; one with p < q must be rejected with probability 1 - p/q",
-    "upside down": "the ratio is upside down: accept with probability min(1, p/q), not q/p",
-    "all passed": "drafts after the first rejection are counted; nothing after it counts",
-    "p": "a rejected draft is replaced by a token from p; it must come from max(p - q, 0)",
-    "abs": "the replacement is drawn from |p - q|; where p < q it must be cut off: max(p - q, 0)",
-    "next row": "draft k is judged by the row of p after it; row k judges it, so row 0 the first",
-    "row 0": "the replacement is drawn from row 0 of p and q; take the rows of the rejected draft",
-    "next p": "the replacement is drawn from the row of p after the rejected draft's",
-    "last row": "the bonus comes from the row of p that judged the last draft; take the next row",
-    "again": "the bonus is skipped: after a whole draft its last token comes once more",
-    "subtract": "where nothing was proposed q must count as 0; you subtract a dead row of q",
-    "same p": "later siblings are judged by p itself; judge them by max(p - q, 0), scaled",
-    "not scaled": "max(p - q, 0) must be scaled to sum to 1 before it judges the next sibling",
-    "root": "the token after the path is drawn at the root; take the row of the last accepted node",
-    "uncle": "a node is accepted whose parent was not; the walk goes from node to child",
-    "first two": "only the first two of the siblings are tried; each is, until one is accepted",
-    "two levels": "the walk ends at the children's children; it goes on while there are children"}
-
-
-def by_the_walk(p, q, tokens, parents, coins, length, mistake=None):
-    """`verify` and `verify_tree` for one row: what each node leaves for its later children, then
-    the walk. In a chain each node has one child. `mistake` is one that a student might make."""
-    q = torch.eye(p.shape[-1], dtype=torch.float64)[tokens] if q is None else q
-    live, rest, chance = len(tokens) if length is None else length, list(p), []
-    for k, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        left = p[parent] if mistake == "same p" else rest[parent]
-        judge = p[parent + 1] if mistake == "next row" else left
-        chance.append(judge[token] / q[k][token])
-        if mistake == "upside down":
-            chance[k] = 1 / chance[k]
-        if mistake in ("threshold", "agree"):
-            chance[k] = (chance[k] >= 1 if mistake == "threshold"
-                         else left.argmax() == token).double()
-        less = rest[parent] - q[k]
-        less = less.abs() if mistake == "abs" else less.clamp(min=0)
-        less = rest[parent].index_fill(0, torch.tensor(token), 0.0) if mistake == "zero" else less
-        if less.sum() > 0 and (k < live or mistake == "subtract"):
-            rest[parent] = less if mistake == "not scaled" else less / less.sum()
-    node, depth = 0, [0]
-    for k in range(live):
-        depth.append(depth[parents[k]] + 1)
-        if (mistake == "first two" and [*parents[:k]].count(parents[k]) > 1 or
-                mistake == "two levels" and depth[-1] > 2):
-            continue
-        if mistake == "all passed":
-            node += bool(coins.flip(chance[k]))
-        elif parents[k] == node or mistake == "uncle" and parents[k] < node:
-            node = k + 1 if mistake == "all" or bool(coins.flip(chance[k])) else node
-    if mistake == "again" and node == live > 0:
-        return node, tokens[-1]
-    last = p[max(0, node - 1)] if node == live else rest[node]
-    ends = node == live
-    left = {"p": p[node], "root": rest[0], "last row": last, "row 0": rest[node if ends else 0],
-            "next p": p[node if ends else node + 1]}.get(mistake, rest[node])
-    return node, int(left.argmax() if mistake == "sure" else coins.choose(left))
 
 
 def writes_the_law(verifier, given, parents, count, copied=None, tables=SMALL, length=None,
                    otherwise=None):
     """The texts of a round have the distribution of plain decoding; if not, the likely mistake is
-    named, or `otherwise`: where it is given, easier cases would have shown each of MISTAKES."""
+    named, or `otherwise`: where it is given, easier cases would have shown each mistake."""
     case = parents, count, copied, tables, length
-    wrong = {} if otherwise else {
-        why: written(partial(by_the_walk, mistake=name), *case) for name, why in MISTAKES.items()}
     want = {(text,): weight for text, weight in target_law(tables.p, count).items()}
+    wrong = {}
+    if verifier in NAMES and not otherwise:
+        wrong = Mistakes(NAMES[verifier], lambda judge, coins: written(
+            partial(verifier, judge=judge), *case)(coins), run=True)
     same_law(written(verifier, *case), want, wrong,
              f"{given}, in a vocabulary of {tables.p.shape[1]} tokens; the text must have the "
              "distribution of plain decoding, {text: probability}", otherwise,
@@ -204,6 +148,9 @@ def numbers(found, *names):
         if not isinstance(got, torch.Tensor) or got.shape != (1,):
             fail("one row", f"{name} as a tensor (B,) = (1,)", f"{got!r:.100}")
     return tuple(map(int, found))
+
+
+NAMES = {one_row: "verify", one_walk: "verify_tree"}    # the exercises that they stand for
 
 
 # --- verify
