@@ -70,15 +70,12 @@ runs/smollm/model.safetensors: $(VENV)/dev
 notebooks: $(VENV)/dev smollm
 	$(PY) notebooks/execute.py
 
-# Everything that stands on the shipped weights, measured anew: four to six hours on two cores that do nothing else.
+# What the pages say about the shipped weights, measured anew, in hours, on two cores that do nothing else.
 # A part whose file is in results/ is not measured again: after a stop it goes on; remove results/ to begin anew.
 SHIPPED = stories-llama stories-gemma2
-OWN = --opening 16 --text 4e5   # texts of all kinds that the twin writes
-RESUME = $(if $(wildcard $(@D)/*),--resume)
 .NOTPARALLEL:
 benchmarks: $(VENV)/dev $(SHIPPED:%=results/%/skip.json) \
-  $(patsubst %,results/%.json,search counts plain quant $(SHIPPED:%=%-self) $(SHIPPED:%=%-heads) stories-plain-heads \
-    $(SHIPPED:%=%-dynamic) stories-plain-dynamic beyond)
+  $(patsubst %,results/%.json,search counts plain beyond $(SHIPPED:%=real-%))
 	cp results/beyond.json lab/notebooks/beyond.json
 	$(PY) -m tests.test_golden
 	$(PY) -m porting.make stories
@@ -90,26 +87,12 @@ results/%/skip.json:
 results/search.json:
 	rm -f notebooks/landscape.npz
 	$(PY) -m lab.bench search --out results/search
-results/counts.json:
-	$(PY) -m lab.bench counts --out results/counts
-results/plain.json:
-	$(PY) -m lab.bench plain --fast --out results/plain
-results/quant.json:
-	$(PY) -m lab.bench quant --new 64 --repeats 1 --out results/quant
-results/%-self.json:
-	$(PY) -m lab.bench self --model weights/$* --out results/$*-self
-results/%-heads.json:
-	$(PY) -m lab.bench heads --new 64 --repeats 1 --model weights/$* --out results/$*-heads
-results/stories-plain-heads.json: results/plain/kangaroo/README.md results/plain/eagle/README.md
-	$(PY) -m lab.bench heads --new 64 --repeats 1 --model weights/stories-plain --heads results/plain --out $(@:.json=)
-results/plain/kangaroo/README.md:
-	$(PY) -m lab.train_heads kangaroo --model weights/stories-plain --exit-layer 2 $(OWN) --tokens 1.2e6 --out $(@D) $(RESUME)
-results/plain/eagle/README.md:
-	$(PY) -m lab.train_heads eagle --model weights/stories-plain $(OWN) --tokens 2.4e6 --out $(@D) $(RESUME)
-results/%-dynamic.json:
-	$(PY) -m lab.bench dynamic --model weights/$* --out results/$*-dynamic
 results/beyond.json:
 	$(PY) -m lab.bench beyond --out results/beyond
+results/real-%.json:
+	$(PY) -m lab.bench real --fast --quick 8 --model weights/$* --out results/real-$*
+results/%.json:
+	$(PY) -m lab.bench $* --out results/$*
 
 lint: $(VENV)/dev
 	$(PY) -m ruff check

@@ -52,7 +52,6 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
     if part:
         model = part.of(model)
     model = model.eval().to(dtype or DTYPES[files[EMBED].dtype])
-    model.scale = torch.full((), c.embed_scale, dtype=model.tok.dtype, device=device)
     for module, key, names in layout(model):
         filled = torch.empty_like(module.get_parameter(key), device=device)
         for name, piece in zip(names, split(module, key, filled), strict=True):

@@ -22,10 +22,6 @@ class Reuse:
     x: torch.Tensor            # (B, K+1, dim) what enters it
     trace: dict                # {tap: (B, K+1, dim)} of the taps before it
 
-    def cut(self, T: int) -> Reuse:
-        """The same for the first T tokens of the block."""
-        return Reuse(self.first, self.x[:, :T], {tap: x[:, :T] for tap, x in self.trace.items()})
-
 
 @dataclass
 class Draft:
@@ -41,13 +37,12 @@ class Draft:
         return cls(state.tokens[:, :0])
 
     def cut(self, K: int) -> Draft:
-        """The first K drafted tokens."""
+        """The first K drafted tokens. If that is not all, nothing is reused."""
         if self.tokens.shape[1] <= K:
             return self
         q = None if self.q is None else self.q[:, :K]
         length = None if self.length is None else self.length.clamp(max=K)
-        reuse = self.reuse and self.reuse.cut(K + 1)
-        return replace(self, tokens=self.tokens[:, :K], q=q, length=length, reuse=reuse)
+        return replace(self, tokens=self.tokens[:, :K], q=q, length=length, reuse=None)
 
     def fit(self, state) -> Draft:
         """The draft as it is verified. `length` leaves room in each row for the token after it."""

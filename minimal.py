@@ -16,8 +16,9 @@ import checkpoint
 from kvcache import KVCache
 from model import Placement
 from sampling import Coins, to_probs
+from speculative import until
 
-# --- what both share: which drafted tokens are accepted, and where the text ends
+# --- what both share: which drafted tokens are accepted
 
 
 def verify(p, q, drafted, coins):
@@ -37,14 +38,6 @@ def verify(p, q, drafted, coins):
         if residual.sum() > 0:      # where p = q, rounding can leave nothing
             weights = residual
     return accepted, int(coins.choose(weights))
-
-
-def until(eos, tokens):
-    """The tokens up to the first that ends the text, which is included."""
-    for i, token in enumerate(tokens):
-        if token in eos:
-            return tokens[: i + 1]
-    return tokens
 
 
 # --- without a cache

@@ -267,15 +267,14 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layers))
         self.norm = RMSNorm(c, c.dim)
         self.head = None if c.tied else weight(c.vocab_size, c.dim)
-        # trap: a buffer, so that `.to(dtype)` rounds it, as the original does (59.75, not 59.87)
-        scale = torch.tensor(c.embed_scale, dtype=torch.float64)
-        self.register_buffer("scale", scale, persistent=False)
         self.table = None
         self.beside = {}    # {name: text} of the files that lie beside its weights
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """(B, T) ids -> (B, T, dim)."""
-        return F.embedding(tokens, self.tok) * self.scale
+        # trap: the original rounds the scale to the type of the weights (59.75, not 59.87)
+        scale = torch.tensor(self.c.embed_scale, dtype=self.tok.dtype).item()
+        return F.embedding(tokens, self.tok) * scale
 
     def attention_dtype(self):
         """The dtype of attention and of the cache. On the CPU half precision becomes float32,

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from drafter import Draft, Drafter, Reuse
-from kvcache import KVCache, pick, prefill
+from kvcache import KVCache, prefill
 from model import SPARE, Placement, Transformer
 from sampling import Coins, raw_probs, to_probs
 from verification import verify
@@ -56,10 +56,7 @@ def loop(state, drafter, eos, verify):
     if any(state.left):     # read the prompts; padding falls into dead slots
         trace = dict.fromkeys(state.taps)
         prompts = state.tokens[:, : max(state.lengths)]
-        x = prefill(state.model, prompts, state.cache, trace=trace)
-        last = pick(x, state.n[:, None] - 1)                                    # (B, 1, dim)
-        chances = raw_probs(state.model.unembed(last))                          # (B, 1, V)
-        check_finite(chances[:, 0, :1].tolist(), x.dtype)
+        prefill(state.model, prompts, state.cache, trace=trace)
         drafter.begin(state, trace)
     while any(state.left):
         r = one_round(state, drafter, verify, eos)

@@ -7,8 +7,6 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from exercises import splice
 from exercises.cuts import bare, change, read
 from exercises.tasks import choose
@@ -52,20 +50,3 @@ def mutants(name):
                 exec(splice.code(task.module, task.functions, text), space := dict(library))
                 found.append((why, vars(space[outer])[last] if outer else space[name]))
     return found
-
-
-class Mistakes:
-    """{what to say: what call(function, ...) gives with that wrong answer}, for teach.py: computed
-    only where a test fails. A wrong answer that raises an error gives ()."""
-
-    def __init__(self, name, call, run=False):
-        self.name, self.call, self.run = name, call, run
-
-    def items(self):
-        for why, function in mutants(self.name):
-            def given(*coins, function=function):
-                try:
-                    return self.call(function, *coins)
-                except (Exception, pytest.fail.Exception):
-                    return ()
-            yield why, given if self.run else given()

@@ -31,7 +31,7 @@ import checkpoint
 from control import Confidence, weight_costs
 from drafter import NGram
 from files import write_file
-from lab.bench.plain import rehearsed, step
+from lab.bench.passes import rehearsed, step
 from lab.bench.shared import GEMMA, LLAMA, ROOT, SHAPES, WEIGHTS, random_model
 from layerskip import SelfDraft, early_exit
 from machine.exact import Exact

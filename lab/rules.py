@@ -19,18 +19,19 @@ from sampling import raw_probs
 
 
 class AdaptiveExit(Rule):
-    """Confidence with a threshold that steers the acceptance towards `target` (Draft & Verify,
-    Zhang et al. 2023, section 3.3), each row on its own. The threshold outlives the run, as in the
-    paper's code, and so does the running acceptance, which starts at 0."""
+    """Confidence with a threshold that steers the acceptance towards 0.9 (Draft & Verify, Zhang et
+    al. 2023, section 3.3), each row on its own. The threshold outlives the run, as in the paper's
+    code, and so does the running acceptance, which starts at 0."""
 
-    def __init__(self, gamma=12, threshold=0.6, target=0.9):
+    def __init__(self, gamma=12):
         super().__init__(gamma)
-        self.start, self.target, self.threshold = threshold, target, []
+        self.threshold = []
 
     def begin(self, state):
         rows = len(state.known)
         if len(self.threshold) != rows:
-            self.threshold, self.acceptance = [self.start] * rows, [0.0] * rows
+            self.threshold = [0.6] * rows
+            self.acceptance = [0.0] * rows
 
     def how_far(self, state):
         self.bar = state.send(self.threshold)  # (B,) once a round, not once a token
@@ -42,24 +43,22 @@ class AdaptiveExit(Rule):
     def learn(self, state, r):
         for b, (drafted, kept) in enumerate(outcomes(r)):
             if drafted:
-                m = self.acceptance[b] = (self.acceptance[b] + kept / drafted) / 2
-                move = 0.01 if m < self.target else 0.0 if drafted == self.longest else -0.01
-                self.threshold[b] += 0.1 * move     # beta2 = 0.9: the new threshold counts a tenth
+                self.acceptance[b] = (self.acceptance[b] + kept / drafted) / 2
+                if self.acceptance[b] < 0.9:        # moves of 0.01, which count a tenth (beta2)
+                    self.threshold[b] += 0.001
+                elif drafted < self.longest:
+                    self.threshold[b] -= 0.001
 
 
 class Gate(Rule):
-    """Draft only after a token that the target was sure of, each row on its own (the repository
-    fast-llm-inference by ccs96307, with a threshold of 0.5)."""
-
-    def __init__(self, gamma, threshold=0.5):
-        super().__init__(gamma)
-        self.threshold = threshold
+    """Draft only after a token that the target was sure of, at least 0.5, each row on its own (the
+    repository fast-llm-inference by ccs96307)."""
 
     def begin(self, state):
         self.sure = [1.0] * len(state.known)  # the target has not judged the prompt's last token
 
     def how_far(self, state):
-        return [self.longest if sure >= self.threshold else 0 for sure in self.sure]
+        return [self.longest if sure >= 0.5 else 0 for sure in self.sure]
 
     def learn(self, state, r):
         self.sure = [row[-1] if row else before
@@ -75,7 +74,8 @@ class Schedule(Rule):
 
     def __init__(self, start, up=1):
         super().__init__(max(start, MOST))
-        self.start, self.up = start, up
+        self.start = start
+        self.up = up
 
     def begin(self, state):
         self.now = [self.start] * len(state.known)
@@ -92,26 +92,26 @@ class Schedule(Rule):
 
 class Entropy(Rule):
     """Stop after a token whose distribution has a high entropy H: the acceptance is at least about
-    1 - sqrt(`scale` H) (SVIP, arXiv 2411.18462; the constants are those of its repository)."""
+    1 - sqrt(0.15 H) (SVIP, arXiv 2411.18462; the constants are those of its repository)."""
 
-    def __init__(self, gamma=40, threshold=0.3, scale=0.15):
+    def __init__(self, gamma=40, threshold=0.3):
         super().__init__(gamma)
-        self.threshold, self.scale = threshold, scale
+        self.threshold = threshold
 
     def stop(self, k, logits, token):
         # trap: -q log q is NaN where a draft vocabulary leaves q = 0; `entr` knows the limit
-        return ((self.scale * torch.special.entr(raw_probs(logits)).sum(1)).sqrt()
-                > self.threshold).tolist()
+        entropy = torch.special.entr(raw_probs(logits)).sum(1)
+        return ((0.15 * entropy).sqrt() > self.threshold).tolist()
 
 
 class AnnealedConfidence(Confidence):
-    """Confidence at a temperature of its own for each exit, 1 + slope (1 - depth), because early
-    exits are surer than they should be (SpecBound, arXiv 2604.12247). depth: the share of the
-    blocks that draft. The threshold and the slope are ours."""
+    """Confidence at a temperature of its own for each exit, 2 - depth, because early exits are
+    surer than they should be (SpecBound, arXiv 2604.12247). depth: the share of the blocks that
+    draft. The threshold and the slope are ours."""
 
-    def __init__(self, gamma=MOST, depth=1 / 6, threshold=0.6, slope=1.0):
+    def __init__(self, gamma=MOST, depth=1 / 6, threshold=0.6):
         super().__init__(threshold, gamma)
-        self.temperature = 1 + slope * (1 - depth)
+        self.temperature = 2 - depth
 
     def stop(self, k, logits, token):
         return super().stop(k, logits / self.temperature, token)
@@ -120,46 +120,45 @@ class AnnealedConfidence(Confidence):
 class Thompson(Rule):
     """Go on after each token with a probability drawn from a Beta distribution of what became of
     all drafts so far, each row on its own (the "Beta-TS" of EESD, arXiv 2406.03853; the uniform
-    prior is ours). It ignores the tokens, so the length is drawn ahead, with random
-    numbers of its own."""
+    prior is ours). It ignores the tokens, so the length is drawn ahead, with random numbers of its
+    own."""
 
-    def __init__(self, gamma=MOST, seed=0):
+    def __init__(self, gamma=MOST):
         super().__init__(gamma)
-        self.random, self.seen = random.Random(seed), []
+        self.random = random.Random(0)
+        self.seen = []
 
     def begin(self, state):
         if len(self.seen) != len(state.known):
             self.seen = [Beta() for _ in state.known]
 
     def how_far(self, state):
-        lengths, draw = [1] * len(self.seen), self.random
-        for b, seen in enumerate(self.seen):
-            while (lengths[b] < self.longest
-                   and draw.random() < draw.betavariate(seen.hits + 1, seen.misses + 1)):
-                lengths[b] += 1
-        return lengths
+        return [self.length(seen.hits + 1, seen.misses + 1) for seen in self.seen]
+
+    def length(self, a, b):
+        length = 1
+        while length < self.longest and self.random.random() < self.random.betavariate(a, b):
+            length += 1
+        return length
 
     def learn(self, state, r):
         for row, (drafted, kept) in zip(self.seen, outcomes(r), strict=True):
             row.add(kept, kept < drafted)
 
 
-# --- rules of control.py and methods/arms.py, for `--rule`: with one setting of many
-
-
 class DoNoHarm(Rule):
     """Never much slower than plain decoding, however bad the draft is. Each row keeps an
     exponentially weighted acceptance rate and drafts as far as the formula says. Each round without
-    a draft saves `risk` passes; a row that has saved the cost of a drafted step drafts one token.
-    So a useless draft costs `risk` passes per round, whatever c is. A cost below `FLOOR`
-    counts as `FLOOR`, because the estimate of a useless draft falls no lower than 0.045."""
+    a draft saves `RISK` passes; a row that has saved the cost of a drafted step drafts one token.
+    So a useless draft costs `RISK` passes per round, whatever c is. A cost below `FLOOR` counts as
+    `FLOOR`, because the estimate of a useless draft falls no lower than 0.045."""
+    RISK = 0.01
+    FADE = 0.95
     FLOOR = 0.05
 
-    def __init__(self, cost, gamma=MOST, risk=0.01, fade=0.95):
+    def __init__(self, cost, gamma=MOST):
         super().__init__(gamma)
         self.cost = max(cost, self.FLOOR)
-        self.risk = risk
-        self.fade = fade
         self.past = Beta()
         self.saved = []
 
@@ -174,7 +173,7 @@ class DoNoHarm(Rule):
         for b, seen in enumerate(self.seen):
             gamma = best_gamma(seen.mean(), self.cost, self.longest)
             if gamma == 0 and self.longest > 0:
-                self.saved[b] += self.risk
+                self.saved[b] += self.RISK
                 if self.saved[b] >= self.cost:
                     gamma = 1
                     self.saved[b] -= self.cost
@@ -185,8 +184,11 @@ class DoNoHarm(Rule):
         for b, (drafted, kept) in enumerate(outcomes(r)):
             if drafted:
                 for seen in (self.seen[b], self.past):
-                    seen.fade(self.fade)
+                    seen.fade(self.FADE)
                     seen.add(kept, kept < drafted)
+
+
+# --- for `--rule`: rules of control.py, methods/arms.py and above, with one setting of many
 
 
 def unsure(gamma):

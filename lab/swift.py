@@ -16,18 +16,22 @@ class SWIFT(Wrapper):
     Each candidate, a random set of the published size and every 25th time one that the Gaussian
     process promises most of, is scored in one pass by its *matchness*: how often its likeliest
     token is the next one of the window, the first `window` tokens that this text wrote. A better
-    set takes the incumbent's place. The search ends at a score above `enough`, after more than
-    `patience` candidates in a row that were no better, or after `most` in all.
+    set takes the incumbent's place. The search ends at a score above ENOUGH, after more than
+    PATIENCE candidates in a row that were no better, or after MOST in all.
 
     Changed: theirs keeps the best score of all texts, so that a search that has ended never begins
-    again; here the incumbent is scored anew when a text begins. Their process sees points of the
+    again; here the incumbent is scored again when a text begins. Their process sees points of the
     box [0, 1]^n that are not the sets scored, and maximises mean + 2.5 deviations; ours sees sets,
     and the one with the largest expected improvement is tried. Their places have 1 to 10 guesses,
     by confidence; ours 1 + len(widths).
     """
 
-    def __init__(self, model, gamma=25, skip_ratio=0.45, window=32, enough=0.95, patience=300,
-                 most=1000, every=25, threshold=0.8, widths=(25, 25), seed=0):
+    ENOUGH = 0.95
+    PATIENCE = 300
+    MOST = 1000
+
+    def __init__(self, model, gamma=25, skip_ratio=0.45, window=32, every=25, threshold=0.8,
+                 widths=(25, 25)):
         self.model = model
         self.free = range(2, 2 * model.c.n_layers - 2)      # the first and the last block stay
         self.count = int(len(self.free) * skip_ratio)
@@ -35,9 +39,12 @@ class SWIFT(Wrapper):
         self.gone = frozenset(odd_first[: self.count])      # blocks 1, 3, 5, ...
         self.draft = SelfDraft(model, self.kept(self.gone), Confidence(threshold, gamma))
         super().__init__(Siblings(self.draft, widths))
-        self.window, self.enough, self.patience, self.most = window, enough, patience, most
-        self.every, self.random = every, torch.Generator().manual_seed(seed)
-        self.tried, self.stale, self.seen = 0, 0, []        # seen: [(set, its score)]
+        self.window = window
+        self.every = every
+        self.random = torch.Generator().manual_seed(0)
+        self.tried = 0
+        self.stale = 0
+        self.seen = []          # [(set, its score)]
 
     def kept(self, gone):
         return [i for i in range(2 * self.model.c.n_layers) if i not in gone]
@@ -51,13 +58,16 @@ class SWIFT(Wrapper):
         rows = [b for b, text in enumerate(state.known) if len(text) - self.start[b] >= self.window]
         if rows and self.best is None:                      # a new text: first of all the incumbent
             self.best = self.score(state, self.gone, rows)
-        elif (rows and self.best <= self.enough and self.stale <= self.patience
-              and self.tried < self.most):
-            self.tried, self.stale = self.tried + 1, self.stale + 1
+        elif (rows and self.best <= self.ENOUGH and self.stale <= self.PATIENCE
+              and self.tried < self.MOST):
+            self.tried += 1
+            self.stale += 1
             gone = self.candidate()
             score = self.score(state, gone, rows)
             if score > self.best:
-                self.gone, self.best, self.stale = gone, score, 0
+                self.gone = gone
+                self.best = score
+                self.stale = 0
                 self.draft.sublayers = self.kept(gone)
 
     @torch.inference_mode(False)    # trap: in the loop's inference mode nothing can be fitted

@@ -81,7 +81,7 @@ class Piece(NamedTuple):
 
     def unpack(self, model, W, tensors):
         """(Placement, masks, (cos, sin), cache) of a block of W tokens. `tensors` are the ones from
-        `placed`, then the angles of all slots that are read (S, D), then keys and values of each
+        `placed`, then the angles of all slots (S, D), then keys and values of each
         attention. All layers read S slots, even sliding ones."""
         if self.chain:
             first, cos, sin, *caches = tensors

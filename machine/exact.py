@@ -38,26 +38,25 @@ class Exact(StandIn):
         if cache not in self.parts:
             self.parts[cache] = [part(cache, b) for b in range(cache.k.shape[1])]
         slots = at.slots.expand(len(x), -1)
-        ys = []
-        traces = []
+        rows = []
         for text, here, own in zip(x, slots, self.parts[cache], strict=True):
             pieces = zip(text[None].split(ROWS, 1), here[None].split(ROWS, 1), strict=True)
-            read = [self.read(piece, where, own, sublayers, trace or ()) for piece, where in pieces]
-            ys.append(torch.cat([y for y, _ in read], 1))
-            taps = read[0][1]
-            traces.append({tap: torch.cat([seen[tap] for _, seen in read], 1) for tap in taps})
-        for tap in traces[0]:
-            trace[tap] = torch.cat([seen[tap] for seen in traces])
-        return torch.cat(ys)
+            rows.append([self.read(*piece, own, sublayers, trace or ()) for piece in pieces])
+        joined = {key: torch.cat([torch.cat([seen[key] for seen in row], 1) for row in rows])
+                  for key in rows[0][0]}
+        y = joined.pop(None)
+        if trace is not None:
+            trace.update(joined)
+        return y
 
     def read(self, x, slots, cache, sublayers, taps):
-        """(`run`'s result, {tap: its state}) of at most `ROWS` tokens."""
+        """{None: `run`'s result, tap: its state} of at most `ROWS` tokens."""
         T = x.shape[1]
         S = cache.k.shape[3]
         at = widen(Placement(slots, slots, 0, S), ROWS - T, S)
         seen = dict.fromkeys(taps)
-        y = self.model.run(pad(x, ROWS), at, cache, sublayers, seen)
-        return y[:, :T], {tap: state[:, :T] for tap, state in seen.items() if state is not None}
+        seen[None] = self.model.run(pad(x, ROWS), at, cache, sublayers, seen)
+        return {key: state[:, :T] for key, state in seen.items() if state is not None}
 
     def unembed(self, x, only=None):
         """`Transformer.unembed`."""

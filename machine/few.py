@@ -51,10 +51,9 @@ class FewRows(StandIn):
             if w.dim() == 2 and w is not self.tok and w is not self.model.head:
                 put(self.model, name, Looped(w.detach()))
         hidden = max(block.gate_up.n // 2 for block in blocks)
-        self.array = (Block * len(blocks))(*blocks)
         self.shape = Model(
-            self.array, c.dim, c.n_heads, c.n_kv_heads, c.head_dim, hidden, c.act == "gelu",
-            c.norm_eps, self.blocks[0].attn.scale, c.attn_softcap or 0.0)
+            (Block * len(blocks))(*blocks), c.dim, c.n_heads, c.n_kv_heads, c.head_dim, hidden,
+            c.act == "gelu", c.norm_eps, self.blocks[0].attn.scale, c.attn_softcap or 0.0)
         self.output = describe(self.tok if self.model.head is None else self.model.head)
         self.final = self.floats(self.norm)
 
@@ -119,10 +118,7 @@ class FewRows(StandIn):
         trace = {} if trace is None else trace
         order, places, taps = listed(tuple(sublayers), tuple(trace))
         S = cache.k.shape[3]
-        positions = at.positions[:, -T:].expand(B, T).contiguous()
-        slots = positions
-        if at.slots is not at.positions:
-            slots = at.slots[:, -T:].expand(B, T).contiguous()
+        positions, slots = (t.expand(B, T).contiguous() for t in (at.positions, at.slots))
         masks = None
         end = S
         if at.tree is not None or at.slots is not at.positions:

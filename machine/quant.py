@@ -140,17 +140,14 @@ class Int8(Whole):
     def __init__(self, w):
         super().__init__(w.dtype)
         self.columns = w.shape[1]
-        wide = torch.promote_types(w.dtype, torch.float32)
         low, high = w.aminmax(dim=1)
-        scale = nonzero(torch.maximum(-low, high).to(wide) / 127)
-        codes = [(some.to(wide) / scales[:, None]).round().to(torch.int8)
-                 for some, scales in zip(w.split(ROWS), scale.split(ROWS), strict=True)]
+        scale = nonzero(torch.maximum(-low, high).float() / 127)
+        codes = [(group / scales[:, None, None]).round().to(torch.int8).flatten(1)
+                 for group, scales in zip(groups_of(w, STEP), scale.split(ROWS), strict=True)]
         self.register_buffer("scale", scale)                                    # (N,)
-        self.register_buffer("codes", F.pad(torch.cat(codes), (0, -self.columns % STEP)))  # (N, K)
+        self.register_buffer("codes", torch.cat(codes))                         # (N, K)
 
     def describe(self):
-        if self.scale.dtype != torch.float32:
-            return None
         kind = rows.INT8 + rows.ROUNDED * self.rounds
         return Weight(self.codes.data_ptr(), self.scale.data_ptr(), None, len(self.codes),
                       self.columns, kind)

@@ -3,9 +3,9 @@
 A pass of a small model is hundreds of tiny operations, and most of its time goes into starting
 them. A CUDA graph starts all of them at once, but it freezes shapes, addresses and Python numbers.
 So whatever differs between two rounds must be one of its inputs, or part of the key that it is
-stored under. On a CPU `machine.few` does the same in one call of C++.
+stored under, and a pass reads all slots of its cache, also those after the text. On a CPU
+`machine.few` does the same in one call of C++.
 """
-import math
 from collections import Counter
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +19,6 @@ from machine.tolerance import distance, tolerance
 from model import StandIn, Transformer
 
 TRIES = 3       # recordings of a pass that may fail their check before it stays eager
-REACH = 256     # texts up to this length share their recordings
 
 
 class Key(NamedTuple):
@@ -27,8 +26,6 @@ class Key(NamedTuple):
     piece: Piece | None
     rows: int               # texts
     width: int              # tokens of a block
-    reach: int              # slots that are read
-    dtypes: tuple
 
 
 class Recorded(StandIn):
@@ -41,12 +38,11 @@ class Recorded(StandIn):
     model later.
     """
 
-    def __init__(self, model, tape=JoinedGraph, widths=(1, 8), reach=REACH, say=None, lead=None):
+    def __init__(self, model, tape=JoinedGraph, widths=(1, 8), say=None, lead=None):
         super().__init__(model)
         self.tape = tape
         self.widths = widths
         self.widest = widths[-1]
-        self.reach = reach
         self.say = say or partial(files.note, "recorded")
         self.tapes = {}         # {key: tape} of functions that read no cache
         self.homes = {}         # {shape and dtype of a cache: the Home of the others}
@@ -62,7 +58,7 @@ class Recorded(StandIn):
         self.frozen = True
 
     def alongside(self, model):
-        return Recorded(model, self.tape, self.widths, self.reach, self.say, self.lead)
+        return Recorded(model, self.tape, self.widths, self.say, self.lead)
 
     @torch.inference_mode()
     def run(self, x, at, cache=None, sublayers=None, trace=None):
@@ -87,17 +83,17 @@ class Recorded(StandIn):
         if W is None:
             return None
         S = cache.k.shape[3]
-        end = at.end + W - T
-        if at.same and (at.first == 0 or end > S):
+        if at.same and (at.first == 0 or at.end + W - T > S):
             return None     # first is 0 in a prompt, which is read once, so recording would not pay
-        cos, sin = self.angles_read(min(end, S), S)
         tapes = self.home(cache).tapes      # trap: a new cache may change its memory here
-        key = Key(piece, B, W, len(cos), (x.dtype, cache.k.dtype))
+        fixed = [t[:S] for t in self.model.angles(S)]
+        for i in piece.sublayers:
+            if i % 2 == 0:
+                fixed += cache.layers[i // 2]
         if not piece.chain:
-            at = widen(at, W - T, len(cos))
+            at = widen(at, W - T, S)
         inputs = [pad(x, W), *piece.placed(at, B, W)]
-        layers = [t for i in piece.sublayers if i % 2 == 0 for t in cache.layers[i // 2]]
-        return self.play(tapes, key, piece, inputs, [cos, sin, *layers])
+        return self.play(tapes, Key(piece, B, W), piece, inputs, fixed)
 
     def home(self, cache):
         """The Home of a cache. A new cache moves into the memory of another of its size."""
@@ -114,14 +110,6 @@ class Recorded(StandIn):
         """The width that a block of T tokens is padded to, or None if it runs eagerly."""
         return next((width for width in self.widths if width >= T), None)
 
-    def angles_read(self, end, slots):
-        """[cos, sin] for a `Piece`, which are the angles of all positions that are read, (reach, D)
-        each. There are few reaches, because each needs a recording."""
-        count = 1 + math.ceil(math.log2(max(1, slots / self.reach)))
-        step = 8 * math.ceil(slots / (8 * count))
-        reach = min(slots, step * math.ceil(end / step))
-        return [t[:reach] for t in self.model.angles(reach)]
-
     @torch.inference_mode()
     def unembed(self, x, only=None):
         """`Transformer.unembed`. A head of few rows runs eagerly, because it is no more than a
@@ -131,8 +119,7 @@ class Recorded(StandIn):
         y = None
         if only is None and width:
             x = pad(x, width)
-            key = Key(None, *x.shape[:2], 0, (x.dtype,))
-            y = self.play(self.tapes, key, Transformer.unembed, (x,), [])
+            y = self.play(self.tapes, Key(None, *x.shape[:2]), Transformer.unembed, (x,), [])
         if y is None:
             y = self.model.unembed(x, only)
         return y[:, :T]

@@ -30,36 +30,34 @@ INT8, INT4, ROUNDED = 3, 4, 2      # kinds int8 and int4, and what rounding x ad
 SOURCES = [Path(__file__).with_name(name) for name in ("rows.cpp", "bits.cpp", "pass.cpp")]
 
 
+def fields(kind, names):
+    return [(name, kind) for name in names.split()]
+
+
 class Weight(Structure):
     """`Weight` in rows.cpp. It holds addresses only, so its tensors must outlive it."""
-    _fields_ = [("data", c_void_p), ("scale", c_void_p), ("groups", c_void_p),
-                ("n", c_long), ("k", c_long), ("kind", c_long)]
+    _fields_ = [*fields(c_void_p, "data scale groups"), *fields(c_long, "n k kind")]
 
 
 class Block(Structure):
     """`Block` in pass.cpp."""
-    _fields_ = [*((name, c_void_p) for name in ("attn_norm", "attn_post", "mlp_norm", "mlp_post",
-                                                "q_norm", "k_norm", "bias")),
-                *((name, Weight) for name in ("wqkv", "wo", "gate_up", "down")),
-                ("window", c_long)]
+    _fields_ = [*fields(c_void_p, "attn_norm attn_post mlp_norm mlp_post q_norm k_norm bias"),
+                *fields(Weight, "wqkv wo gate_up down"), ("window", c_long)]
 
 
 class Model(Structure):
     """`Model` in pass.cpp."""
     _fields_ = [("blocks", POINTER(Block)),
-                *((name, c_long) for name in ("dim", "heads", "kv_heads", "head_dim", "hidden",
-                                              "gelu")),
-                *((name, c_float) for name in ("eps", "scale", "softcap"))]
+                *fields(c_long, "dim heads kv_heads head_dim hidden gelu"),
+                *fields(c_float, "eps scale softcap")]
 
 
 class Pass(Structure):
     """`Pass` in pass.cpp."""
-    _fields_ = [("sublayers", POINTER(c_long)), ("taps", POINTER(c_long)),
-                *((name, c_long) for name in ("count", "B", "T", "end", "threads")),
-                *((name, c_void_p) for name in ("positions", "slots", "masks", "cos", "sin",
-                                                "keys", "values")),
-                *((name, c_long) for name in ("layer", "text", "head")),
-                ("x", c_void_p), ("out", c_void_p)]
+    _fields_ = [*fields(POINTER(c_long), "sublayers taps"),
+                *fields(c_long, "count B T end threads"),
+                *fields(c_void_p, "positions slots masks cos sin keys values"),
+                *fields(c_long, "layer text head"), *fields(c_void_p, "x out")]
 
 
 # --- compiling
@@ -107,8 +105,9 @@ def library():
     """The compiled functions. If there are none, print one line that says why, and return None."""
     try:
         version = subprocess.run([compiler(), "--version"], capture_output=True).stdout
+        processor = hardware(torch.device("cpu")).rpartition(",")[0]    # without its threads
         facts = [source.read_bytes() for source in SOURCES]
-        facts += [version, " ".join(flags()).encode(), processor().encode()]
+        facts += [version, " ".join(flags()).encode(), processor.encode()]
         name = hashlib.sha256(b"\0".join(facts)).hexdigest()[:16]
         path = cache_file(f"rows-{name}.so")
         if path.is_file():
@@ -120,22 +119,16 @@ def library():
         return None
 
 
-def processor():
-    """The name of the processor, whatever the number of threads."""
-    return hardware(torch.device("cpu")).rpartition(",")[0]
-
-
 def check(lib):
     """Raise ValueError if a product is wrong, or if a row depends on the rows beside it."""
-    x = torch.linspace(-1, 1, FEW * 100).sin().view(FEW, 100)
     for dtype in FLOATS:
+        x = torch.linspace(-1, 1, FEW * 100).sin().view(FEW, 100).to(dtype)
         w = torch.linspace(-2, 2, 70 * 100).cos().view(70, 100).to(dtype)
-        rows = x.to(dtype)
-        y = call(lib, rows, describe(w), torch.float32)
-        if not torch.allclose(y, rows.float() @ w.float().T, atol=1e-3):
+        y = call(lib, x, describe(w), torch.float32)
+        if not torch.allclose(y, x.float() @ w.float().T, atol=1e-3):
             raise ValueError(f"a product in {dtype} is wrong")
         for count in range(1, FEW):
-            if not torch.equal(call(lib, rows[:count], describe(w), torch.float32), y[:count]):
+            if not torch.equal(call(lib, x[:count], describe(w), torch.float32), y[:count]):
                 raise ValueError(f"a row in {dtype} depends on the rows beside it")
 
 

@@ -39,7 +39,6 @@ def graft(model, first, count, hidden_dim=None, kind=Transformer):
     own.tok = model.tok
     own.norm = model.norm
     own.head = model.head
-    own.scale = model.scale
     for i, mine in enumerate(own.blocks, first):
         like = model.blocks[min(i, last)]
         for name, p in mine.named_parameters():

@@ -1,9 +1,8 @@
-"""A draft that changes while it runs, as published. DEL chooses the block to exit after.
+"""A draft that changes while it runs: DEL chooses after which block to exit, between any two
+rounds.
 
-The target verifies every round, however it was drafted, so a drafter may change its sub-layers
-between any two rounds. Learning is nearly free, because it uses states that drafting and verifying
-compute anyway. In a batch the rows share one choice, since they share each pass. The constants are
-the published ones.
+Learning is nearly free, because it uses states that drafting and verifying compute anyway. In a
+batch the rows share one choice, since they share each pass. The constants are the published ones.
 """
 import torch
 
@@ -20,18 +19,17 @@ class DEL(SelfDraft):
     """Exit after the block that promises the most tokens for the layers that run, and stop when the
     draft is unsure (DEL, arXiv 2504.05598).
 
-    The token that an exit would have drafted at each place of the last round is known without
-    drafting, from the states of drafting and verifying. It is called a *shadow token*. DEL counts
-    how many shadow tokens would have been accepted and rejected, with the exit's confidence. Old
-    counts fade. The exit with the best expected speed drafts up to `gamma` tokens. It stops after a
-    token whose confidence is below a threshold, which lies midway between its mean confidence in
-    accepted and in rejected shadows.
+    The token that an exit would have drafted at each place of the last round, its *shadow token*,
+    is known from the states of drafting and verifying. DEL counts how many shadows would have been
+    accepted and rejected, with the exit's confidence. Old counts fade. The exit with the best
+    expected speed drafts up to `gamma` tokens. It stops after a token whose confidence is below a
+    threshold, midway between its mean confidence in accepted and in rejected shadows.
 
     It differs from the paper in four ways. The costs include the head, where the paper counts
     layers. Nothing is drafted if nothing gains. Counts start from a hit at confidence 1 and a miss
     at 0, because the paper's threshold is NaN until both occur. When sampling, a shadow counts as
     the sum of min(p, q), not as a match of the likeliest tokens. Each shadow costs a product with
-    the head, so it may score few `exits`, or only every n-th round (`every`).
+    the head, so DEL may score few `exits`, or only every n-th round (`every`).
     """
 
     def __init__(self, model, gamma=18, exits=None, every=1):

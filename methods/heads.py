@@ -38,8 +38,8 @@ SHAPE = attrgetter(     # of a model: its heads fit every other model of this sh
 
 def pricing(head, costs=None):
     """n -> the cost of a drafted token after n others, relative to a target pass, by a Costs table
-    or counting the weights read. The head's own weights are not in the table. Each is taken to cost
-    as much as a weight of the model's blocks or of its output head, whichever costs more."""
+    or counting the weights read. The head's own weights are not in the table. Each counts as a
+    weight of the model's blocks or of its output head, whichever costs more."""
     price = head.price
     by_count = weight_costs(head.model.c)
     costs = costs or by_count
@@ -70,19 +70,15 @@ def shorter(head, ids):
 
 def save(head, folder):
     """Write a head in bfloat16."""
-    about = {
-        "kind": head.kind,
-        "shape": head.shape,
-        "model": SHAPE(head.model.c),
-        "ranks": list(head.ranks)}
+    about = {"kind": head.kind, "shape": head.shape, "model": SHAPE(head.model.c),
+             "ranks": list(head.ranks)}
     weights = {name: p.detach().bfloat16() for name, p in head.weights.state_dict().items()}
     with replacing(Path(folder) / FILE) as path:
         save_file(weights, path, metadata={"heads": json.dumps(about)})
 
 
 def facts(folder):
-    """What `save` noted of a head, which is its "kind", its "shape", the shape of its "model" and
-    its "ranks"."""
+    """What `save` noted of a head."""
     path = Path(folder) / FILE
     with guarded(f"{path}: no trained heads for this model"):
         noted = json.loads(safe_open(path, framework="pt").metadata()["heads"])
@@ -91,8 +87,8 @@ def facts(folder):
 
 def load(folder, model, kinds=KINDS):
     """The head that `save` wrote, on this model and in its dtype, with the draft vocabulary that it
-    learnt, if one lies beside it, and recorded if the model is. Raises ValueError for
-    a file that is missing or damaged or was made for a model of another shape or vocabulary."""
+    learnt, if one lies beside it, and recorded if the model is. Raises ValueError for a file that
+    is missing or damaged or was made for a model of another shape or vocabulary."""
     path = Path(folder) / FILE
     vocab = Path(folder) / VOCAB
     about = facts(folder)

@@ -1,6 +1,4 @@
 """Medusa (arXiv 2401.10774) has a head for each of the next tokens, all of which read one state."""
-from itertools import accumulate
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -97,8 +95,7 @@ def branch(state, draft, logits, parents):
             nodes.append((depths[-1], parents[:k].count(parent)))
     ranks = range(1, 1 + max(rank for _, rank in nodes))
     widths = [max(depth for depth, rank in nodes if rank == r) for r in ranks]
-    tokens, q = siblings(draft, logits, widths, state.coins)                # (B, K+S), (B, K+S, V)
-    starts = [0, *accumulate(widths, initial=K)]        # the first column of each rank
-    columns = [starts[rank] + depth - 1 for depth, rank in nodes]
-    columns, parents = state.send([columns, parents[: len(nodes)]]).unbind()
-    return Tree(tokens[:, columns], q[:, columns], parents=parents[None])
+    tokens, q = siblings(draft, logits, widths, state.coins)
+    tokens = torch.stack([tokens[rank][:, depth - 1] for depth, rank in nodes], 1)
+    q = torch.stack([q[rank][:, depth - 1] for depth, rank in nodes], 1)    # (B, nodes, V)
+    return Tree(tokens, q, parents=state.send([parents[: len(nodes)]]))

@@ -18,7 +18,7 @@ from methods.suffix import Suffix
 STAKE = 2.0     # passes that may be lost before anything is won
 RISK = 0.005    # what exploring may cost, as a share of plain decoding
 MARGIN = 0.05   # an arm must promise this much more than plain decoding
-REST = 0.01     # of a round: choosing takes no more of it, nor does a stop rule
+OVERHEAD = 0.01     # of a round: choosing takes no more of it, nor does a stop rule
 COPY = 7  # tokens that may be copied: with the last one a block of eight, as recorded ones are
 
 
@@ -43,10 +43,10 @@ class Pace(Wrapper):
         self.copying = Arm("suffix", self.lookup, lambda n, g: 0.0)
         self.nothing = Arm("nothing", Drafter(), lambda n, g: 0.0)
         super().__init__(*(arm.drafter for arm in self.arms), self.lookup)
-        self.whole = self.costs.pricing(range(2 * model.c.n_layers))
+        self.pass_price = self.costs.pricing(range(2 * model.c.n_layers))
         self.thinking = self.costs.thinking / self.costs.whole
-        self.pause = int(self.thinking / REST)      # rounds between two decisions
-        self.copied = Copies()
+        self.pause = int(self.thinking / OVERHEAD)  # rounds between two decisions
+        self.copy_rates = Copies()
         self.balance = STAKE
         self.chosen = Counter()
         # what is known before a round
@@ -54,12 +54,12 @@ class Pace(Wrapper):
         self.room = most        # the longest draft
         self.grown = 1.0        # the cost of a pass over one token, relative to one in a short text
         self.passes = []        # the cost of a pass over 0, 1, 2, ... tokens of each row
-        self.found = []         # of each row: what suffix lookup would copy
+        self.copies = []        # of each row: what suffix lookup would copy
         # the choice: the arm that drafts, and what the round costs if it drafts 0, 1, ... tokens
         self.arm = self.nothing
         self.round_costs = [1.0]
-        self.holds = 0          # rounds for which it still holds
-        self.steady = 0         # and for which it was to hold
+        self.hold = 0           # rounds for which it still holds
+        self.held = 0           # and for which it was to hold
         # the count of tokens
         self.written = []       # of each row
         self.least = 0          # the fewest of a row that was not finished
@@ -70,7 +70,7 @@ class Pace(Wrapper):
         self.written = [0] * len(state.known)
         self.passes = [self.costs.pass_cost(T, len(state.known)) for T in range(self.most + 3)]
         self.least = 0
-        self.holds = 0
+        self.hold = 0
         for skill in (arm.drafter.rule.skill for arm in self.arms):
             skill.fade(KNOWN / max(KNOWN, skill.hits + skill.misses))   # another text
 
@@ -109,8 +109,8 @@ class Pace(Wrapper):
     def choose(self):
         """Take the arm that promises most. One that is little known is taken to be good, so that it
         is tried."""
-        self.copying.longest = max(map(len, self.found))
-        offers = [(*self.promise(self.copying, self.copied.chance(self.lookup.matched)),
+        self.copying.longest = max(map(len, self.copies))
+        offers = [(*self.promise(self.copying, self.copy_rates.chance(self.lookup.matched)),
                    self.copying)]
         for arm in self.arms:
             offers.append((*self.promise(arm, arm.drafter.rule.skill.high()), arm))
@@ -126,7 +126,7 @@ class Pace(Wrapper):
         """The longest draft of an arm: any length that its rule allows, unless it takes long to ask
         the rule. The rule's bars are made for what the arm brings, not for what it might bring."""
         rule = arm.drafter.rule
-        rule.asks = arm.asking <= REST
+        rule.asks = arm.asking <= OVERHEAD
         rate, length = self.promise(arm, rule.skill.mean())
         if not rule.asks:
             return max(1, length)
@@ -148,21 +148,21 @@ class Pace(Wrapper):
     def decide(self, state):
         """Choose how this round drafts. A choice that is made again holds longer, for at most
         `pause` rounds, but what may be copied is new in every round."""
-        self.found = [[]] * len(state.known)
-        self.holds -= 1
+        self.copies = [[]] * len(state.known)
+        self.hold -= 1
         last = self.arm
-        if self.holds >= 0:
+        if self.hold >= 0:
             self.take(last, len(self.round_costs) - 1)
             return
         self.lookup.enter(state)
-        self.found = self.lookup.found(state)
+        self.copies = self.lookup.found(state)
         self.n = max(state.lengths)
         self.room = min(self.most, max(state.room))
-        self.grown = self.whole(self.n) / self.costs.whole
+        self.grown = self.pass_price(self.n) / self.costs.whole
         self.choose()
         same = self.arm is last is not self.copying
-        self.steady = min(self.pause, 2 * self.steady + 1) * same
-        self.holds = self.steady
+        self.held = min(self.pause, 2 * self.held + 1) * same
+        self.hold = self.held
 
     def propose(self, state):
         self.decide(state)
@@ -177,7 +177,7 @@ class Pace(Wrapper):
         self.least = least
         for arm in self.arms:
             arm.drafter.observe(state, r)
-        self.copied.learn(self.lookup.matched, self.found, r.new)   # whichever arm drafted
+        self.copy_rates.learn(self.lookup.matched, self.copies, r.new)   # whichever arm drafted
 
     def summary(self):
         """How often each arm drafted, and its present estimates, as one line."""

@@ -1,9 +1,8 @@
 """Suffix decoding looks up suffixes of every length and copies their likely continuation.
 
-Prompt lookup (`drafter.NGram`) copies what followed the previous occurrence of the last n
-tokens. One n is too long for a text that seldom repeats itself, and too short for one that often
-does. Here all suffixes of the text that have occurred before are tried. Counts say what followed
-each of them, and the draft that promises the most accepted tokens is taken.
+In prompt lookup (`drafter.NGram`) one n is too long for a text that seldom repeats itself, and too
+short for one that often does. Here all suffixes of the text that have occurred before are tried.
+Counts say what followed each, and the draft that promises the most accepted tokens is taken.
 """
 from drafter import NGram, wanted
 
@@ -14,13 +13,11 @@ LEAST = 0.3     # a path ends before its chance falls below this
 class Suffix(NGram):
     """SuffixDecoding (Oliaro et al., arXiv 2411.04975, section 3), a chain.
 
-    From each suffix of m tokens a path follows the most frequent next token. A token that came in k
-    of n cases has the frequency k / n. The chance of a path is the product of these. A path has at
-    most `factor` * m tokens. Its score, the expected number of accepted tokens, is the sum of the
-    chances of its prefixes; the best score wins.
-
-    `matched` holds the length of the suffix that the last path of each row continues, or 0 if there
-    is none. (The paper also keeps a tree of earlier texts.)
+    From each suffix of m tokens a path of at most `factor` * m tokens follows the most frequent
+    next token. The chance of a path is the product of its tokens' frequencies, k / n for a token
+    that came in k of n cases. Its score, the expected number of accepted tokens, is the sum of the
+    chances of its prefixes. The best score wins, and `matched` holds the length of its suffix for
+    each row, or 0 if there is none. (The paper also keeps a tree of earlier texts.)
     """
 
     def __init__(self, rule, factor=2.0):

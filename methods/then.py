@@ -12,13 +12,12 @@ from sampling import one_hot
 
 class Then(Wrapper):
     """b continues where a ends. `Then(SelfDraft(...), NGram(...))` looks up what followed the
-    draft's last tokens earlier in the text. This is the "n-gram tail", and CAS-Spec (arXiv
-    2510.26843) cascades drafters like this.
+    draft's last tokens earlier in the text. CAS-Spec (arXiv 2510.26843) cascades drafters like
+    this.
 
     b must not read the target's cache, which does not hold a's tokens yet, or the target's states,
-    because b only ever sees its own part of a round. In practice b is an `NGram` or a `ModelDraft`
-    of another model. If b adds tokens, a's `reuse` is lost, because those states are not computed
-    for b's tokens.
+    because b only ever sees its own part of a round. So b is an `NGram` or a `ModelDraft` of
+    another model. If b adds tokens, a's `reuse` is lost, because b's tokens have no such states.
     """
 
     def propose(self, state):
@@ -40,7 +39,7 @@ class Then(Wrapper):
         longer = replace(state, tokens=state.tokens.clone(), n=n, known=known, left=left)
         slots = state.span(1, 1 + first.tokens.shape[1]).slots
         longer.tokens.scatter_(1, slots, first.tokens)
-        return append(first, b.propose(longer))
+        return append(first, b.propose(longer).fit(longer))
 
     def observe(self, state, r):
         """Each learns from its own part. Unless all of a's part was accepted, b's was never
@@ -56,12 +55,11 @@ class Then(Wrapper):
 
 
 def append(first, second):
-    """One Draft, which holds in each row the tokens of the first and right after them the tokens of
-    the second."""
+    """One Draft, with the tokens of the second right after the first one's in each row."""
     T = second.tokens.shape[1]
     if T == 0:
         return first
-    length = first.length + (T if second.length is None else second.length)
+    length = first.length + second.length
     spot = first.length[:, None] + torch.arange(T, device=first.tokens.device)  # (B, T)
     tokens = F.pad(first.tokens, (0, T)).scatter(1, spot, second.tokens)
     like = first.q if second.q is None else second.q

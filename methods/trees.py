@@ -77,27 +77,26 @@ def straighten(state, r, node):
     """
     tree = r.draft
     B, K = tree.tokens.shape
+    place = torch.arange(K + 1, device=node.device)
     row = torch.arange(B, device=node.device)
     seen = tree.seen.expand(B, -1, -1)
     on_path = seen[row, node]                                                   # (B, K+1)
     below = seen[row, :, node]                                                  # (B, K+1)
-    key = torch.where(on_path, 0, 2 - below.long())
-    path = key.argsort(dim=1, stable=True)                                     # (B, K+1)
-    slots = state.after(torch.arange(-1, K, device=node.device))                # (B, K+1)
+    path = torch.where(on_path, 0, 2 - below.long()).argsort(dim=1, stable=True)    # (B, K+1)
+    slots = state.after(place - 1)                                              # (B, K+1)
     state.cache.move(slots.gather(1, path), slots)
 
-    live = torch.arange(K + 1, device=node.device) <= tree.length[:, None]      # (B, K+1)
-    depth = seen.sum(-1) - 1
-    length = (depth * (below & live)).amax(1)                                   # (B,)
+    def ordered(t, order):
+        return t[row[:, None], order]
+
+    live = below & (place <= tree.length[:, None])                              # (B, K+1)
+    length = (live * (seen.sum(-1) - 1)).amax(1)                                # (B,)
     order = path[:, 1:] - 1                                                     # (B, K)
-    q = None if tree.q is None else tree.q[row[:, None], order]
-    chain = Draft(tree.tokens.gather(1, order), q, length)
-
-    def ordered(t):
-        return t[row[:, None], path]
-
-    trace = {tap: ordered(x) for tap, x in r.trace.items()}
-    r = replace(r, draft=chain, logits=ordered(r.logits), p=ordered(r.p), trace=trace)
+    q = None if tree.q is None else ordered(tree.q, order)
+    chain = Draft(ordered(tree.tokens, order), q, length)
+    trace = {tap: ordered(x, path) for tap, x in r.trace.items()}
+    logits = ordered(r.logits, path)
+    r = replace(r, draft=chain, logits=logits, p=ordered(r.p, path), trace=trace)
     return r, on_path.sum(1) - 1
 
 
@@ -180,9 +179,9 @@ def best_tree(rank_acceptance, nodes, depth_cost, node_cost, branches=True, leve
     It has at most `nodes` nodes and `levels` levels. This is the dynamic programme of Sequoia
     (arXiv 2402.12374, section 3.1).
 
-    For rank_acceptance see `tree_tokens`. `depth_cost` is the cost of drafting a level, and
-    `node_cost` the cost of one more token in the verifying pass, both relative to a target pass
-    over one token. Unless `branches`, only first children may have children, as in `Siblings`.
+    For rank_acceptance see `tree_tokens`. Drafting a level costs `depth_cost`, and one more token
+    in the verifying pass `node_cost`, both relative to a target pass over one token. Unless
+    `branches`, only first children may have children, as in `Siblings`.
 
     >>> best_tree([0.6, 0.2], 4, depth_cost=0.05, node_cost=0.05)
     [0, 0, 1, 3]
@@ -259,26 +258,24 @@ class Siblings(Wrapper):
         if draft.q is None or not widths:
             return draft
         tokens, q = siblings(draft, torch.cat(kept, 1), widths, state.coins)
-        parents = state.send([[*range(K), *(k for width in widths for k in range(width))]])
         length = torch.where(draft.length == K, K + sum(widths), draft.length)
-        return Tree(tokens, q, length, parents=parents)
+        parents = state.send([[*range(K), *(k for width in widths for k in range(width))]])
+        return Tree(torch.cat(tokens, 1), torch.cat(q, 1), length, parents=parents)
 
 
 def siblings(draft, logits, widths, coins):
-    """A chain, and then other tokens for its places in the order of `Siblings`, each drawn with one
-    uniform. The chain was drawn from raw logits (B, K, V). Returns tokens (B, K+S), drawn from q
-    (B, K+S, V)."""
-    last = draft.tokens
+    """Other tokens for the places of a chain, which was drawn from raw logits (B, K, V). Each is
+    drawn with one uniform, rank by rank. Returns two lists, the tokens (B, width) of each rank and
+    the q (B, width, V) they were drawn from. Rank 0 is the chain itself."""
     left = draft.q
     tokens = [draft.tokens]
     q = [draft.q]
     for width in widths:
-        last = last[:, :width, None]                                            # (B, width, 1)
+        last = tokens[-1][:, :width, None]                                      # (B, width, 1)
         left = left[:, :width].scatter(2, last, 0.0)                            # (B, width, V)
         logits = logits[:, :width].scatter(2, last, -math.inf)
         mass = left.sum(-1, keepdim=True)
         top = one_hot(logits.argmax(-1), left)
         q.append(torch.where(mass > 0, left / mass, top))
-        last = coins.choose(q[-1])                                              # (B, width)
-        tokens.append(last)
-    return torch.cat(tokens, 1), torch.cat(q, 1)
+        tokens.append(coins.choose(q[-1]))
+    return tokens, q

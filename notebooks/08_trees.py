@@ -399,7 +399,7 @@ for cost, shape in shapes.items():
 #
 # Free nodes are also an assumption. On a GPU that waits for memory, a pass over 16 tokens costs
 # about as much as a pass over one. On a CPU it does not, and a large tree can lose.
-# `python -m lab.bench heads` measures it.
+# `python -m lab.bench real --fast` measures it.
 #
 # ## In the loop
 #

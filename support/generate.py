@@ -5,7 +5,7 @@ The one thing to remember: it only consumes what `speculative.rounds` yields.
 """
 import json
 import sys
-from dataclasses import dataclass
+from argparse import Namespace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -31,41 +31,8 @@ CLASHES = (     # flags that do not go together, and why
     ("exact", "tree", "--exact does not go with --tree"))
 
 
-@dataclass
-class Options:
-    """What the command line asks for. The parser fills it in."""
-    prompt: str | None = None           # "-" for standard input; None for a batch
-    prompt_file: Path | None = None
-    chat: bool = False
-    max_new: int = 200
-    # how to draft; None: not given
-    draft: str | None = None
-    exit_layer: int | None = None
-    skip: str | None = None
-    gamma: int | None = None
-    rule: str | None = None
-    tree: int | None = None
-    draft_vocab: str | None = None
-    draft_model: str | None = None
-    draft_quant: str | None = None
-    # how to sample; a temperature of 0 is greedy
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int = 0
-    # on what
-    model: Path = WEIGHTS / "stories-llama"
-    device: str | None = None
-    dtype: str | None = None            # None: as stored
-    fast: bool = False
-    exact: bool = False
-    quant: str | None = None
-    # what is shown
-    compare: bool = False
-    picture: Path | None = None
-    page: Path | None = None
-    json: bool = False
+class Options(Namespace):
+    """What the command line asks for, as `parser` fills it in."""
 
     def sampling(self):
         """The settings of `to_probs`."""
@@ -81,19 +48,19 @@ def parser():
         help='a batch: one prompt per line, in .jsonl {"prompt": ...}')
     add("--chat", action="store_true",
         help="the prompt is a message: use the model's chat template")
-    add("--max-new", type=int, metavar="N",
+    add("--max-new", type=int, default=200, metavar="N",
         help="how many tokens to write (default: 200)")
     drafts.add_flags(p.add_argument_group("draft"))
     add = p.add_argument_group("sampling").add_argument
-    add("--temperature", type=float, metavar="T", help="0, the default, is greedy")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
     add("--top-p", type=float, metavar="P",
         help="sample from the likeliest tokens that together reach P")
     add("--min-p", type=float, metavar="P",
         help="and from those at least P times as likely as the likeliest")
-    add("--seed", type=int, help="seed of the random numbers (default: 0)")
+    add("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
     add = p.add_argument_group("model and machine").add_argument
-    add("--model", type=Path, metavar="DIR",
+    add("--model", type=Path, metavar="DIR", default=WEIGHTS / "stories-llama",
         help="a Hugging Face folder (default: weights/stories-llama)")
     add("--device", help="cpu or cuda (default: cuda if there is a GPU)")
     add("--dtype", choices=cli.DTYPES, help="default: as stored")
@@ -144,21 +111,17 @@ def texts_of(options):
     """The texts to continue, by the names that messages give them. There is one, or the batch of
     --prompt-file."""
     file = options.prompt_file
-    if file is not None:
-        if file.exists() and not file.is_file():
-            check_alone()
-        lines = numbered_texts(file, "prompt", "\n")
-        return {f"{file}, line {n}": text for n, text in lines.items()}
-    if options.prompt == "-":
-        check_alone()
-        return {"the prompt": cli.read_input().removesuffix("\n")}
-    return {"the prompt": options.prompt}
-
-
-def check_alone():
-    if parallel.here() != (0, 1):
+    pipe = options.prompt == "-" or (file and file.exists() and not file.is_file())
+    if pipe and parallel.here() != (0, 1):
         raise ValueError("only one process can read standard input or a pipe: give a prompt or a "
                          "file")
+    if file:
+        lines = numbered_texts(file, "prompt", "\n")
+        return {f"{file}, line {n}": text for n, text in lines.items()}
+    text = options.prompt
+    if text == "-":
+        text = cli.read_input().removesuffix("\n")
+    return {"the prompt": text}
 
 
 def encoded(options, c, tokenizer, texts):

@@ -65,27 +65,28 @@ def header(a, model, tokenizer, documents, costs, space):
     return {"search": h.hexdigest(), "skippable": list(space.skippable)}
 
 
-def resume(path, header, keys):
-    """Prepare a log for appending. It consists of a `header` and lines of JSON objects with these
-    keys. Returns the objects that an earlier run wrote, except a last one that a kill cut off. If
-    the old header differs, there are none. Raises ValueError for a damaged log, and for a folder
-    that holds something else."""
+def resume(path, header):
+    """Prepare the log for appending. It consists of a `header` and a line for each trial. Returns
+    the trials of an earlier run, except a last one that a kill cut off. If the old header differs,
+    there are none. Raises ValueError for a damaged log, and for a folder that holds something
+    else."""
     text = read_text(path) if path.is_file() else ""
     found, *lines = map(parse_json, text.split("\n"))
-    if isinstance(found, dict) and found.keys() == header.keys() and found != header:
-        note(path, "this log belongs to a different model, text or set of flags; "
-                   "starting a new search")
-    elif found != header and path.parent.exists() and any(path.parent.iterdir()):
-        raise ValueError(f"{path.parent} is not empty, and no search made it: name another --out")
     if found != header:
         lines = []
-    lines = lines[:-1]      # a whole line ends with a newline, after which nothing is left
-    if not all(isinstance(line, dict) and line.keys() >= keys for line in lines):
+        if isinstance(found, dict) and found.keys() == header.keys():
+            note(path, "this log belongs to a different model, text or set of flags; "
+                       "starting a new search")
+        elif path.parent.exists() and any(path.parent.iterdir()):
+            raise ValueError(f"{path.parent} is not empty, and no search made it: name another "
+                             "--out")
+    trials = lines[:-1]     # a whole line ends with a newline, after which nothing is left
+    if not all(isinstance(trial, dict) and trial.keys() >= KEYS for trial in trials):
         raise ValueError(f"{path} is damaged, or another program wrote to it: repair it, or name "
                          "another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, "".join(json.dumps(line) + "\n" for line in [header, *lines]))
-    return lines
+    write_file(path, "".join(json.dumps(line) + "\n" for line in [header, *trials]))
+    return trials
 
 
 def skip_file(space, entry):
@@ -113,7 +114,7 @@ def run(argv):
         short = ShortHead(model, vocab["ids"])
     calibration = Calibration(model, tokenizer, documents, a.tokens, probs, short)
     first = header(a, model, tokenizer, documents, costs, space)
-    entries = resume(out / LOG, first, KEYS)
+    entries = resume(out / LOG, first)
     for name in (FOUND, VOCAB):
         check_writable(out / name)
     trials = search(space, partial(speedup, calibration, costs), a.trials, a.seed, entries)

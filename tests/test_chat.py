@@ -15,10 +15,10 @@ from transformers.utils import chat_template_utils
 import checkpoint
 from support import chat, generate
 
-CHATML = """
+TEMPLATES = {"chatml": """
 {% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}
-{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-TEMPLATES = {"chatml": CHATML, "brackets": """
+{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}""",
+    "brackets": """
 {% set system = messages[0].content if messages[0].role == 'system' else false %}
 {% for m in (messages[1:] if system else messages) %}{% if loop.index % 2 != (m.role == 'user') %}
 {{ raise_exception('user and assistant take turns') }}{% endif %}
@@ -32,15 +32,6 @@ TEMPLATES = {"chatml": CHATML, "brackets": """
 {% set ns = namespace(s='') %}{% for m in messages[::-1] %}
 {% if m.role == 'system' %}{% continue %}{% endif %}{% set ns.s = ns.s ~ m.content %}
 {% if m.role == 'user' %}{% break %}{% endif %}{% endfor %}{{ ns.s }}""",
-    "a switch for thinking": """
-{%- if tools %}{{- 'Tools' }}{%- endif %}
-{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
-{%- set content = m.content.split('</think>')[-1].lstrip('\n') %}
-{{- content + '<|im_end|>\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}
-{{- '<think>\n\n</think>\n\n' }}{%- endif %}
-{%- endif %}""",
     "macros and generation": """
 {% macro turn(role, text='') %}<{{ role | upper }}>{{ text }}{{ caller() if caller }}
 {% endmacro %}{% set x = 'out' %}{% for m in messages %}{% if m.role == 'assistant' %}

@@ -23,8 +23,21 @@ call = command(generate.main)
 
 @pytest.fixture
 def plan(stories):
-    """The Plan that flags ask for."""
-    return lambda *flags: drafts.Plan(generate.parse(["x", *map(str, flags)]), *stories)
+    """The Plan that flags ask for, of the shipped model or another one."""
+    model, tokenizer = stories
+
+    def made(*flags, model=model):
+        options = generate.parse(["x", *map(str, flags)])
+        return drafts.Plan(options, model, tokenizer)
+
+    return made
+
+
+@pytest.fixture
+def arms(plan):
+    """The arms of `auto` by name, for a folder with these weights."""
+    return lambda folder, *flags, **model: {
+        arm.name: arm for arm in plan("--model", folder, *flags, **model).make().arms}
 
 
 def test_a_draft_vocabulary_shortens_the_head(call, plan, tmp_path):
@@ -38,7 +51,7 @@ def test_a_draft_vocabulary_shortens_the_head(call, plan, tmp_path):
     call.refuses(["x", "--draft-vocab", path], tmp_path, "vocab.json", "4095")
 
 
-def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, stories, tmp_path):
+def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, arms, stories, tmp_path):
     (tmp_path / "draft_vocab.json").write_text(json.dumps({"ids": [0, *range(200, 1223)]}))
     L = stories[0].c.n_layers
     pace = plan("--draft", "auto", "--skip", "a3,m4", "--gamma", "5",
@@ -46,60 +59,45 @@ def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, stories, tmp
     ways = {way.name: way.drafter for way in pace.arms}
     assert pace.most == 5 and len(ways["skip set"].sublayers) == 2 * L - 2
     (tmp_path / "skip.json").write_text('{"attn": [2]}')
-    pace = plan("--draft", "auto", "--model", tmp_path).make()
-    assert pace.arms[-1].name == "skip set" and pace.arms[-1].drafter.model.share == 1024 / 4096
+    assert arms(tmp_path)["skip set"].drafter.model.share == 1024 / 4096
 
 
-def test_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
+def test_the_model_in_few_bits_is_a_candidate(arms, stories, tmp_path, monkeypatch):
     """If bytes count, even next to trained heads.
     Its price is measured and grows with what both read."""
     monkeypatch.setattr(drafts, "MEASURED", 0)
     monkeypatch.setattr(drafts, "kept_costs", byte_costs)
     monkeypatch.setattr(drafts, "measure_step", lambda model, twin: 0.4)
-    (tmp_path / "tokenizer.json").write_bytes((STORIES / "tokenizer.json").read_bytes())
     half, _ = checkpoint.load(STORIES, "cpu", torch.bfloat16)
-
-    def arms(model, folder, *flags):
-        a = generate.parse(["x", "--draft", "auto", "--model", str(folder), *flags])
-        return {arm.name: arm for arm in drafts.Plan(a, model, stories[1]).make().arms}
-
-    arm = arms(half, tmp_path)["quantised copy"]
+    arm = arms(tmp_path, model=half)["quantised copy"]
     assert isinstance(arm.drafter.model.head, Int4)
     assert len(arm.drafter.sublayers) == 2 * half.c.n_layers
     assert arm.drafting(0, 1) == pytest.approx(0.4) and 0.4 < arm.drafting(1000, 1) < 1
     assert arm.drafter.model.head.rounds, "a draft may round what it multiplies"
-    assert "quantised copy" not in arms(copy.deepcopy(stories[0]).double(), tmp_path), "no product"
-    assert "quantised copy" in arms(half, STORIES) and len(arms(half, STORIES)) == 2, (
-        "next to trained heads")
+    double = copy.deepcopy(stories[0]).double()
+    assert "quantised copy" not in arms(tmp_path, model=double), "no product"
+    assert len(arms(STORIES, model=half)) == 2 and "quantised copy" in arms(STORIES, model=half)
     monkeypatch.setattr(drafts, "MEASURED", 64e6)
     small = "a small model lies in the processor's caches"
-    assert "quantised copy" not in arms(half, tmp_path), small
+    assert "quantised copy" not in arms(tmp_path, model=half), small
 
 
-def test_a_small_model_drafts_in_few_bits_alone_and_as_an_arm(call, plan, tmp_path):
+def test_a_small_model_drafts_in_few_bits_alone_and_as_an_arm(call, plan):
     quantised = "--draft-quant", "int4"
     plain = as_json(call, "--draft", "none")["outputs"]
     for flags in (["--draft", SMALL], ["--draft-model", SMALL], ["--draft-model", SMALL, "--fast"]):
         assert as_json(call, *flags, *quantised)["outputs"] == plain
     made = plan("--draft", SMALL, *quantised)
     assert "in int4" in made.note and isinstance(made.make().model.head, Int4)
-    arms = {}
-    for bits in ((), quantised):
-        arms[bits] = plan("--draft-model", SMALL, *bits).make().arms[-1]
-    whole, few = arms.values()
+    whole, few = (plan("--draft-model", SMALL, *bits).make().arms[-1] for bits in ((), quantised))
     assert isinstance(few.drafter.model.head, Int4) and few.name == whole.name == "small model"
     assert few.further(0) < 0.25 * whole.further(0), "a price by the bytes of float32 and int4"
     arm = smaller(few.drafter.model, 0.2, Costs((1.0,), 1.0, ((1, 1.0), (2, 2.0))))
     arm.drafter.unread = 9
     assert arm.drafting(0, 0) == pytest.approx(8 * 0.2), "it reads what others wrote"
-    call.refuses(["x", *quantised], tmp_path, "--draft-quant", "name one with --draft DIR")
-    call.refuses(["x", "--draft", "int8", *quantised], tmp_path, "--draft-quant does not go with")
-    call.refuses(["x", "--draft", SMALL, "--draft-model", SMALL], tmp_path,
-                 "--draft-model does not go with")
-    call.refuses(["x", "--draft-model", tmp_path], tmp_path, "config.json")
 
 
-def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, capsys):
+def test_trained_heads_beside_the_weights_are_candidates(arms, tmp_path, capsys):
     """Even heads of other weights, but no heads of another shape,
     and none for a quantised model."""
     model, _ = checkpoint.load(STORIES, "cpu", torch.float32)
@@ -108,14 +106,11 @@ def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, caps
     for head in (heads.Prophet(model, 1), heads.Medusa(other, 2)):
         (tmp_path / "heads" / head.kind).mkdir(parents=True)
         heads.save(head, tmp_path / "heads" / head.kind)
-
-    def names(*flags):
-        a = generate.parse(["x", "--draft", "auto", "--model", str(tmp_path), *flags])
-        return [way.name for way in drafts.Plan(a, *stories).make().arms]
-
-    assert "prophet" in names() and "medusa" not in names()
+    found = arms(tmp_path)
+    assert "prophet" in found and "medusa" not in found
     assert "medusa" in capsys.readouterr().err.splitlines()[0]
-    assert "prophet" in names("--fast") and "prophet" not in names("--quant", "int8")
+    assert "prophet" in arms(tmp_path, "--fast")
+    assert "prophet" not in arms(tmp_path, "--quant", "int8")
 
 
 def test_costs_are_measured_once_for_large_models_only(call, plan, stories, tmp_path, monkeypatch):
@@ -215,10 +210,8 @@ def test_a_drafter_and_a_rule_from_a_file(call, mine):
     """The rule stops after every first token: no confidence reaches 2."""
     plain = as_json(call, "--draft", "none")["outputs"]
     r = as_json(call, "--draft", f"{mine}:third", "--gamma", "4")
-    assert r["outputs"] == plain
-    assert r["accepted"] > 0
-    assert r["draft"] == f"{mine}:third"
-    assert r["gamma"] == 4
+    assert r["outputs"] == plain and r["accepted"] > 0
+    assert (r["draft"], r["gamma"]) == (f"{mine}:third", 4)
     for heat in (), ("--temperature", "1"):
         r = as_json(call, "--draft", f"{mine}:tree", *heat)
         assert r["accepted"] > 0, "even a tree passes all checks"
@@ -228,99 +221,83 @@ def test_a_drafter_and_a_rule_from_a_file(call, mine):
         assert r["proposed"] <= r["target_passes"], "one token per draft"
 
 
-@pytest.mark.parametrize("flags, culprits", [
-    (["--draft", "MINE:many"], ["mine.py, line 15", "more"]),
-    (["--draft", "MINE:none"], ["mine.py:none", "NoneType", "Drafter"]),
-    (["--draft", "exit", "--rule", "MINE:none"], ["mine.py, line 16", "gamma"]),
-    (["--draft", "MINE:seven"], ["seven is not callable"]),
-    (["--draft", "MINE:eight"], ["eight is not there"]),
-    (["--draft", "nowhere.py:x"], ["nowhere.py"]),
-    (["--draft", "exit", "--rule", "x"], ["--rule", "FILE.py:NAME"]),
-    (["--draft", "suffix", "--rule", "MINE:sure"], ["a rule without a stop"]),
-    (["--rule", "MINE:sure"], ["--rule", "auto"]),
-    (["--draft", "medusa", "--tree", "4", "--rule", "MINE:sure"], ["--tree"])], ids=str)
+@pytest.mark.parametrize("flags, culprits", {
+    "--draft MINE:many": ["mine.py, line 15", "more"],
+    "--draft MINE:none": ["mine.py:none", "NoneType", "Drafter"],
+    "--draft exit --rule MINE:none": ["mine.py, line 16", "gamma"],
+    "--draft MINE:seven": ["seven is not callable"],
+    "--draft MINE:eight": ["eight is not there"],
+    "--draft nowhere.py:x": ["nowhere.py"],
+    "--draft exit --rule x": ["--rule", "FILE.py:NAME"],
+    "--draft suffix --rule MINE:sure": ["a rule without a stop"],
+    "--rule MINE:sure": ["--rule", "auto"],
+    "--draft medusa --tree 4 --rule MINE:sure": ["--tree"]}.items(), ids=str)
 def test_what_is_wrong_in_a_readers_file_is_one_line(call, mine, tmp_path, flags, culprits):
-    call.refuses(["x", "--json", *(flag.replace("MINE", str(mine)) for flag in flags)],
-                 tmp_path, *culprits)
+    call.refuses(["x", "--json", *flags.replace("MINE", str(mine)).split()], tmp_path, *culprits)
 
 
-BASE = """import numpy, torch
+BASE = """import torch
 from drafter import Draft, Drafter, NGram, Rule
 
 
 class Base(Drafter):
     def __init__(self, model, gamma):
         super().__init__(gamma)
-    def send(self, state):
+    def ids(self, state):
         return state.send([[5, 6] for _ in state.known])
     def propose(self, state):
-        return Draft(self.send(state))
+        return Draft(self.ids(state))
 
 class Mine(%s):
     %s
 """
+INIT, BEGIN = "def __init__(self, model, gamma):", "def begin(self, state, trace):"
+PROPOSE = "def propose(self, state): return"
+FAR, STOP = "def how_far(self, state): return", "def stop(self, k, logits, token): return"
 OF_DRAFTERS = {
-    "def __init__(self, model, gamma): pass": ["line 13", "super().__init__"],
-    "taps = 99,": ["line 13", "taps", "from 0 to 47"],
-    "taps = 3": ["line 13", "taps"],
-    "def propose(self, state): return next(iter([]))": ["StopIteration"],
-    "def begin(self, state, trace): self.first = state.known[0][10**6]": ["IndexError"],
-    "def propose(self, state): return [[5, 6]]": ["a Draft, not list"],
-    "def propose(self, state): return Draft([[5, 6]])": ["Draft.tokens", "not list"],
-    "def propose(self, state): return Draft(None)": ["Draft.tokens", "NoneType"],
-    "def propose(self, state): return Draft(numpy.ones((1, 2), int))": ["Draft.tokens", "ndarray"],
-    "def propose(self, state): return Draft(torch.tensor(5))":
-        ["Draft.tokens", "not () torch.int64"],
-    "def propose(self, state): return Draft(self.send(state).float())": ["Draft.tokens", "float32"],
-    "def propose(self, state): return Draft(self.send(state).to('meta'))":
-        ["Draft.tokens", "on meta"],
-    "def propose(self, state): return Draft(self.send(state) + 10**6)": ["ids from 0 to 4095"],
-    "def propose(self, state): return Draft(self.send(state), None, [1])":
-        ["Draft.length", "not list"],
-    "def propose(self, state): return Draft(self.send(state), None, 1)":
-        ["Draft.length", "not int"],
-    "def propose(self, state): return Draft(self.send(state), None, state.n.new_ones(7))":
-        ["length", "(7,)"],
-    "def propose(self, state): return Draft(self.send(state), None, state.n * 9)":
-        ["from 0 to K = 2"],
-    "def propose(self, state): return Draft(self.send(state), [[0.5]])": ["Draft.q", "not list"],
-    "def propose(self, state): return Draft(self.send(state), torch.randn(1, 2, 4096))":
-        ["rows sum to"],
-    "def propose(self, state): return Draft(self.send(state), torch.eye(4096)[None, :2])":
-        ["is 0 for a"],
-    "def propose(self, state): return Draft(self.send(state), None, None, 7)":
-        ["Draft.reuse", "not int"],
-    "def propose(self, state): state.known[0].append(5)": ["propose changes state.known"],
-    "def propose(self, state): state.left[0] -= 1": ["propose changes state.left"],
-    "def propose(self, state): state.n += 1": ["propose changes state.n"],
-    "def begin(self, state, trace): state.tokens[:, 0] = 5": ["begin changes state.tokens"],
+    f"{INIT} pass": "line 13: ... super().__init__",
+    "taps = 99,": "line 13: taps ... from 0 to 47",
+    "taps = 3": "line 13: taps",
+    f"{PROPOSE} next(iter([]))": "StopIteration",
+    f"{BEGIN} self.first = state.known[0][10**6]": "IndexError",
+    f"{PROPOSE} [[5, 6]]": "a Draft, not list",
+    f"{PROPOSE} Draft([[5, 6]])": "Draft.tokens ... not list",
+    f"{PROPOSE} Draft(torch.tensor(5))": "Draft.tokens ... not () torch.int64",
+    f"{PROPOSE} Draft(self.ids(state).float())": "Draft.tokens ... float32",
+    f"{PROPOSE} Draft(self.ids(state).to('meta'))": "Draft.tokens ... on meta",
+    f"{PROPOSE} Draft(self.ids(state) + 10**6)": "ids from 0 to 4095",
+    f"{PROPOSE} Draft(self.ids(state), None, 1)": "Draft.length ... not int",
+    f"{PROPOSE} Draft(self.ids(state), None, state.n.new_ones(7))": "length ... (7,)",
+    f"{PROPOSE} Draft(self.ids(state), None, state.n * 9)": "from 0 to K = 2",
+    f"{PROPOSE} Draft(self.ids(state), [[0.5]])": "Draft.q ... not list",
+    f"{PROPOSE} Draft(self.ids(state), torch.randn(1, 2, 4096))": "rows sum to",
+    f"{PROPOSE} Draft(self.ids(state), torch.eye(4096)[None, :2])": "is 0 for a",
+    f"{PROPOSE} Draft(self.ids(state), None, None, 7)": "Draft.reuse ... not int",
+    f"{PROPOSE} state.known[0].append(5)": "propose changes state.known",
+    f"{BEGIN} state.left[0] -= 1": "begin changes state.left",
+    f"{BEGIN} state.n += 1": "begin changes state.n",
+    f"{BEGIN} state.tokens[:, 0] = 5": "begin changes state.tokens",
     "def observe(self, state, r): state.cache.v[:, :, :, 1] = 0":
-        ["observe changes the values of the text"]}
+        "observe changes the values of the text"}
 OF_RULES = {
-    "def __init__(self, gamma): pass": ["line 13", "super().__init__"],
-    "def how_far(self, state): return None": ["how_far must return", "None"],
-    "def how_far(self, state): return 2.0": ["how_far must return", "2.0"],
-    "def how_far(self, state): return torch.tensor(2)": ["how_far must return", "tensor(2)"],
-    "def how_far(self, state): return numpy.int64(2)": ["how_far must return", "2"],
-    "def how_far(self, state): return [2, 2]": ["how_far must return", "B = 1", "[2, 2]"],
-    "def stop(self, k, logits, token): return None": ["stop must return", "None"],
-    "def stop(self, k, logits, token): return True": ["stop must return", "True"],
-    "def stop(self, k, logits, token): return [True, True]": ["stop must return", "B = 1"],
-    "def stop(self, k, logits, token): return next(iter([]))": ["StopIteration"],
-    "def learn(self, state, r): return r.taus": ["AttributeError", "taus"]}
+    "def __init__(self, gamma): pass": "line 13: ... super().__init__",
+    f"{FAR} torch.tensor(2)": "how_far must return ... tensor(2)",
+    f"{FAR} [2, 2]": "how_far must return ... B = 1 ... [2, 2]",
+    f"{STOP} True": "stop must return ... True",
+    f"{STOP} [True, True]": "stop must return ... B = 1",
+    f"{STOP} next(iter([]))": "StopIteration",
+    "def learn(self, state, r): return r.taus": "AttributeError ... taus"}
 
 
-@pytest.mark.parametrize("body, culprits", [*OF_DRAFTERS.items(), *OF_RULES.items()],
-                         ids=[*OF_DRAFTERS, *OF_RULES])
+@pytest.mark.parametrize("body, culprits", (OF_DRAFTERS | OF_RULES).items(), ids=str)
 def test_what_a_readers_methods_return_or_change(call, tmp_path, body, culprits):
     """One line names the reader's own line, even for an error that the library words."""
-    kind, flags = (("Rule", ["--draft", "exit", "--rule"]) if body in OF_RULES
-                   else ("Base", ["--draft"]))
-    (tmp_path / "mine.py").write_text(BASE % (kind, body))
-    if "line 13" not in culprits:
-        culprits = ["line 14", *culprits]
-    call.refuses(["x", "--json", *flags, f"{tmp_path}/mine.py:Mine"], tmp_path,
-                 "mine.py", *culprits)
+    base, flags = ("Rule", ["--draft", "exit", "--rule"]) if body in OF_RULES else (
+        "Base", ["--draft"])
+    (tmp_path / "mine.py").write_text(BASE % (base, body))
+    line = "" if "line 13" in culprits else "line 14"
+    call.refuses(["x", "--json", *flags, f"{tmp_path}/mine.py:Mine"], tmp_path, "mine.py", line,
+                 *culprits.split(" ... "))
 
 
 def test_an_error_inside_the_library_names_the_line_of_what_it_was_given(call, tmp_path):

@@ -1,5 +1,4 @@
-"""A draft that changes while it runs: the text stays, and each choice is the
-one that its paper describes."""
+"""DEL: the text stays, and each choice of an exit is the one that its paper describes."""
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -34,9 +33,8 @@ test_exact_law = promises.exact_law({
 
 
 def test_only_the_target_itself_can_teach(models):
-    for build in DRAFTERS.values():
-        with pytest.raises(ValueError, match="the same model that decodes"):
-            generate(models["llama"], PROMPTS, 4, build(make(LLAMA, 9)))
+    with pytest.raises(ValueError, match="the same model that decodes"):
+        generate(models["llama"], PROMPTS, 4, DEL(make(LLAMA, 9)))
 
 
 @each_family
@@ -58,28 +56,27 @@ def test_shadows_are_what_each_exit_would_have_drafted(models, family, monkeypat
 
 
 def headless(m, costs):
-    """A DEL with one exit, whose states are logits already, and a state for it."""
+    """A DEL with one exit, whose states are logits already, and score(logits, p, true) for it."""
     drafter = priced(DEL(m, exits=[1]), costs)
     drafter.model = SimpleNamespace(unembed=lambda x: x, c=m.c)
-    return drafter, SimpleNamespace(probs=to_probs)
+    state = SimpleNamespace(probs=to_probs)
+    return drafter, lambda logits, p, true: drafter.score(state, {1: logits}, p, true)
 
 
 def test_counts_fade_by_hand(models, monkeypatch):
     """Two places a round: one that agrees, sure to .9, and one that does not, sure to .6."""
     monkeypatch.setattr(dynamic, "OMEGA", 0.5)
-    drafter, state = headless(models["llama"], FREE)
-    logits = torch.tensor([[[0.9, 0.1], [0.4, 0.6], [0.5, 0.5]]]).log()
-    p = torch.tensor([[[1.0, 0.0]] * 3])
+    drafter, score = headless(models["llama"], FREE)
     for _ in range(2):
-        drafter.score(state, {1: logits}, p, torch.tensor([[True, True, False]]))
+        score(torch.tensor([[[0.9, 0.1], [0.4, 0.6], [0.5, 0.5]]]).log(),
+              torch.tensor([[[1.0, 0.0]] * 3]), torch.tensor([[True, True, False]]))
     assert drafter.counts[:, 0].tolist() == pytest.approx([1.5, 1.5, 1.5 * 0.9, 1.5 * 0.6])
     assert drafter.rule.threshold == pytest.approx(((1.35 + 1) / 2.5 + 0.9 / 2.5) / 2)
 
 
 def test_del_knows_the_heads_share(models):
-    logits, yes = torch.zeros(1, 1, 17, dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
-    drafter, state = headless(models["llama"], Costs((1.0,) * 12, 22.0))    # a draft costs 24 of 34
-    drafter.score(state, {1: logits}, to_probs(logits), yes)
+    drafter, score = headless(models["llama"], Costs((1.0,) * 12, 22.0))    # a draft costs 24 of 34
+    score(torch.zeros(1, 1, 17).double(), to_probs(torch.zeros(1, 1, 17)), torch.tensor([[True]]))
     assert drafter.counts[0] == 1 and drafter.rule.longest == 0, "one hit: alpha = 2/3 < 24/34"
 
 

@@ -171,24 +171,14 @@ def test_a_tree_is_refused(mode):
 
 
 def test_the_law_of_a_race():
-    """Winners by p, and by the closed form for two runs of one race."""
     g = torch.Generator().manual_seed(0)
     places = torch.arange(40_000)[None]
-    for _ in range(3):
-        p, q = torch.rand(2, 5, generator=g, dtype=torch.float64).softmax(-1) ** 3
-        q[1] = 0
-        p, q = p / p.sum(), q / q.sum()
-        a, b = (Race(9).settle(t.expand(1, 40_000, 5), places) for t in (p, q))
-        for law, wins in ((p, a), (q, b)):
-            often = wins.mean(1)[0]
-            promise((often - law).abs().max() < 0.01, f"40,000 places, p = {short(law)}",
-                    "each token wins as often as p says", often,
-                    "arrival times are exponential, -log(1 - u) / p")
-        agree = float(sum(1 / torch.maximum(p / p[v], q / q[v]).sum() for v in range(5) if v != 1))
-        both = float((a * b).sum(-1).mean())
-        promise(abs(both - agree) < 0.01, "40,000 places, p and q in the same race",
-                f"{agree:.3f} of the winners are the same", f"{both:.3f}",
-                "both must use the same e: of the seed, the place and the token")
+    for p in torch.rand(6, 5, generator=g, dtype=torch.float64).softmax(-1) ** 3:
+        p /= p.sum()
+        often = Race(9).settle(p.expand(1, 40_000, 5), places).mean(1)[0]
+        promise((often - p).abs().max() < 0.01, f"40,000 places, p = {short(p)}",
+                "each token wins as often as p says", often,
+                "arrival times are exponential, -log(1 - u) / p")
 
 
 def test_a_draft_by_the_model_itself_wins_every_race():

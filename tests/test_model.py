@@ -124,7 +124,7 @@ def test_embeddings_are_scaled_by_the_rounded_scale():
     m.tok.data.fill_(1.5)
     assert m.embed(torch.tensor([[1]])).unique().tolist() == [89.5], (
         "1.5 * 59.75, not 1.5 * 59.87 = 90")
-    assert float(Transformer(GEMMA).double().scale) == 32**0.5, "it went through float32 to float64"
+    assert m.double().embed(torch.tensor([[1]])).unique().tolist() == [1.5 * 3584**0.5]
 
 
 # --- pure functions by hand; one of them alone: `pytest -k softcap`, frequencies, rotate, visible

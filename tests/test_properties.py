@@ -18,7 +18,6 @@ from tiny import LLAMA, make, wide
 import checkpoint
 from kvcache import KVCache
 from layerskip import skipped, without
-from methods.trees import ancestors
 from model import Placement, frequencies, rope, rotate, visible
 from sampling import Coins, uniforms
 
@@ -29,15 +28,6 @@ unshrunk = partial(settings, phases=[Phase.explicit, Phase.generate], report_mul
 
 
 # --- sampling
-
-
-@given(st.data(), st.integers(1, 7))
-def test_ancestors_are_found_by_walking_up(data, K):
-    parents, walks = [data.draw(st.integers(0, k)) for k in range(K)], [{0}]
-    for k, parent in enumerate(parents, 1):
-        walks.append({k} | walks[parent])
-    seen = ancestors(torch.tensor([parents]))[0]
-    assert [set(row.nonzero()[:, 0].tolist()) for row in seen] == walks
 
 
 @given(st.data(), st.integers(1, 9))

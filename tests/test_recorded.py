@@ -4,12 +4,13 @@ import math
 import re
 from contextlib import contextmanager
 from functools import partial
+from unittest.mock import Mock
 
 import promises
 import pytest
 import torch
 from paper_gpu import PaperGPU
-from tiny import FAMILIES, LIVELY, LLAMA, PROMPTS, Says, Unsure, each_family, make, small
+from tiny import FAMILIES, LIVELY, LLAMA, PROMPTS, Says, Unsure, a_tree, each_family, make, small
 
 from drafter import ModelDraft, NGram
 from kvcache import KVCache, prefill
@@ -17,7 +18,6 @@ from layerskip import SelfDraft, without
 from machine.blocks import Piece, single
 from machine.recorded import Recorded
 from machine.tapes import Graph, JoinedGraph, Tape
-from methods.trees import ancestors
 from model import Placement
 from sampling import Coins, to_probs
 from speculative import generate, rounds
@@ -29,7 +29,7 @@ DRAFTERS = {
     "model": lambda m: ModelDraft(small(m), Says(lambda state: sum(map(len, state.known)) % 6))}
 
 
-on_paper = partial(Recorded, tape=Tape, widths=(1, 2, 4, 8), reach=16, say=pytest.fail)
+on_paper = partial(Recorded, tape=Tape, widths=(1, 2, 4, 8), say=pytest.fail)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,7 @@ def test_texts_of_batches_of_several_sizes(models, truth, family, name):
 @pytest.mark.parametrize("as_slice", [True, False])
 @torch.inference_mode()
 def test_a_replayed_block_is_the_eager_one(models, family, as_slice):
-    """Padding changes nothing, also where the block ends with the cache or the
-    reach of its recording."""
+    """Padding changes nothing, also where the block ends with the cache."""
     eager, S = models[family].model, 17
     tokens = torch.randint(17, (2, S))
     for widths, T in (((1, 2, 4, 8), 1), ((1, 2, 4, 8), 5), ((7,), 5)):
@@ -81,21 +80,14 @@ def test_a_replayed_block_is_the_eager_one(models, family, as_slice):
 @each_family
 @torch.inference_mode()
 def test_a_tree_is_replayed(models, family):
-    """A root, two children and a grandchild. Dead tokens fill the block to 4 and 8, and the slots
-    after it are finite. The second text is a single token."""
-    eager, nodes = models[family].model, torch.tensor([[3, 7, 1, 9], [5, 2, 2, 8]])
-    tree = ancestors(torch.tensor([[0, 0, 1]]))
-    places = torch.tensor([[6, 7, 7, 8], [0, 1, 1, 2]])
-    slots = places[:, :1] + torch.arange(4)
-    whole = Placement(places, slots, 0, 10, tree)
+    """Dead tokens fill the block to 4 and 8, and the slots after it are finite."""
+    eager = models[family].model
     for widths in (1, 2, 4), (8,):
-        m, x = on_paper(eager, widths=widths), eager.embed(nodes)
+        m = on_paper(eager, widths=widths)
         for _ in range(3):
-            caches = [KVCache(m.c, 2, 24, torch.float64) for _ in range(2)]
-            for cache in caches:
-                prefill(eager, torch.arange(12).view(2, 6) % 17, cache)
-            want = eager.run(x, whole, caches[1])
-            assert (m.run(x, whole, caches[0]) - want).abs().max() < 1e-9
+            x, at, caches = a_tree(eager)
+            want = eager.run(x, at, caches[1])
+            assert (m.run(x, at, caches[0]) - want).abs().max() < 1e-9
             assert caches[0].k.isfinite().all() and caches[0].v.isfinite().all()
         assert m.replays()
 
@@ -169,7 +161,7 @@ def test_new_caches_replay_what_was_recorded_with_others(models, truth, monkeypa
 def test_what_is_recorded(models):
     """One token through the first 4 blocks, and 4 tokens through the last 2, each in all widths, as
     a later round may need them. Prompts are not, and after `rehearse` nothing else is."""
-    m, cache = on_paper(models["llama"].model, reach=64), None
+    m, cache = on_paper(models["llama"].model), None
 
     def write(sublayers=range(8)):
         return [state.cache for state, _ in rounds(
@@ -183,15 +175,6 @@ def test_what_is_recorded(models):
     write([0, 3, 5])
     assert m.home(cache).tapes == before
     assert len(m.homes) == 1, "recordings of a cache go with it"
-
-
-def test_lengths_are_few(models):
-    """One row passes all places of its cache.
-    It needs no more recordings than if lengths doubled."""
-    fast, slots = on_paper(models["gemma2"].model), 203
-    reaches = [len(fast.angles_read(end, slots)[0]) for end in range(1, slots + 1)]
-    assert all(end <= reach <= slots for end, reach in enumerate(reaches, 1))
-    assert len(set(reaches)) <= 1 + math.ceil(math.log2(slots / 16))
 
 
 # --- recordings that are wrong
@@ -253,12 +236,9 @@ def test_nothing_inside_a_graph_waits(family, monkeypatch):
         yield
         torch.cuda.set_sync_debug_mode("default")
 
-    class Once:
-        def replay(self):
-            """What was computed while it was captured is right for the first replay."""
-
     with PaperGPU():
-        for name, fake in ("graph", capture), ("CUDAGraph", Once), ("graph_pool_handle", object):
+        # trap: only what was computed while it was captured is there to replay
+        for name, fake in ("graph", capture), ("CUDAGraph", Mock), ("graph_pool_handle", object):
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr(Graph, "pool", None)
         m = make(FAMILIES[family], device="cuda")
@@ -321,7 +301,7 @@ def test_what_cannot_be_compiled_is_recorded_as_it_is(models):
 def test_replays_wait_for_nothing(truth):
     with PaperGPU() as gpu:
         fast, cache = on_paper(make(LLAMA, device="cuda")), None
-        for fast.frozen in (False, False, True):
+        for fast.frozen in (False, True):
             gpu.waits = []
             for state, _ in rounds(fast, PROMPTS, 20, SelfDraft(fast, range(8), 3), cache=cache):
                 cache = state.cache

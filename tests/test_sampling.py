@@ -12,6 +12,7 @@ from tiny import GEMMA, LLAMA, PROMPTS, Fixed, make, warm
 from drafter import ModelDraft, NGram, Rule
 from layerskip import SelfDraft
 from methods.then import Then
+from methods.trees import Siblings
 from sampling import Coins, to_probs, uniforms
 from speculative import generate, rounds
 
@@ -191,12 +192,15 @@ class Ledger(Coins):
         return super().choose(weights)
 
 
-@pytest.mark.parametrize("room, K", [(9, 3), (3, 2)])
-def test_a_round_spends_drafts_then_flips_then_one_choice(room, K):
-    """And no more drafts are drawn than can be emitted before the token that comes after them."""
-    coins, draft = Ledger(), ModelDraft(make(GEMMA, 1), 3)
+@pytest.mark.parametrize("room, widths, drawn", [
+    (9, [], [4] * 3), (3, [], [4] * 2), (20, [3, 1], [4, 4, 4, 12, 4])])
+def test_a_round_spends_drafts_then_flips_then_one_choice(room, widths, drawn):
+    """Siblings are drawn after the chain, rank by rank. No more drafts are drawn than can be
+    emitted before the token that comes after them."""
+    coins, draft = Ledger(), Siblings(ModelDraft(make(GEMMA, 1), 3), widths)
     next(rounds(make(LLAMA), PROMPTS, room, draft, warm, coins))
-    assert coins.spent == [("choose", 4)] * K + [("flip", 4, K), ("choose", 4)]
+    K = sum(drawn) // 4
+    assert coins.spent == [*(("choose", n) for n in drawn), ("flip", 4, K), ("choose", 4)]
     assert coins.uniforms == 4 * (K + K + 1)
 
 

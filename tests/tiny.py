@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafter import Draft, Rule
+from kvcache import KVCache, prefill
 from model import Config, Placement, Transformer
 from sampling import Coins, to_probs
 from speculative import Round, State, rounds
@@ -64,6 +65,18 @@ def read(m, ids, taps=(), cache=None, sublayers=None):
     """One pass over a text: its states (1, T, dim), and those after each of these sub-layers."""
     x, trace = m.embed(torch.tensor([ids], device=m.tok.device)), dict.fromkeys(taps)
     return m.run(x, Placement.span(0, len(ids)), cache, sublayers, trace=trace), trace
+
+
+def a_tree(m):
+    """A root, two children and a grandchild in each of two texts, the second of which is a single
+    token: (x (2, 4, dim), its Placement, two caches that hold what is before it)."""
+    sees = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]], dtype=bool)
+    places = torch.tensor([[6, 7, 7, 8], [0, 1, 1, 2]])
+    at = Placement(places, places[:, :1] + torch.arange(4), 0, 10, sees)
+    caches = [KVCache(m.c, 2, 24, m.attention_dtype()) for _ in range(2)]
+    for cache in caches:
+        prefill(m, torch.arange(12).view(2, 6) % 17, cache)
+    return m.embed(torch.tensor([[3, 7, 1, 9], [5, 2, 2, 8]])), at, caches
 
 
 def warm(logits):

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from mistaken import learns
 from teach import compare, promise, short
 from test_by_hand import PROBS, check_probabilities, slow_race, some_attention
 from test_by_outcomes import LATER, mostly_sure, one_row, one_walk, writes_the_law
@@ -19,38 +20,6 @@ from model import RMSNorm, frequencies, rope, rotate, softcap
 from sampling import Coins, Race
 from search import climb
 from support.stats import Counts
-
-DETACHED = ("what is trained needs its gradient: "
-            "no detach, .item(), .data or torch.no_grad on the way")
-
-
-def learns(call, parts, given):
-    """A backward pass through call() must give each of `parts`, {name: tensor in float64}, the
-    gradient that small steps show."""
-    drawn = torch.Generator().manual_seed(0)
-
-    def some(shape):
-        return torch.randn(shape, generator=drawn, dtype=torch.float64)
-
-    for x in parts.values():
-        x.grad = None
-        x.requires_grad_()
-    out = call()
-    weights = some(out.shape)
-    promise(out.requires_grad, given, "a result with a gradient", "one without", DETACHED)
-    (out * weights).sum().backward()
-    for name, x in parts.items():
-        step = some(x.shape) * 1e-6
-        with torch.no_grad():
-            x += step
-            more = (call() * weights).sum()
-            x -= 2 * step
-            slope = float(more - (call() * weights).sum()) / 2
-            x += step
-        got = 0.0 if x.grad is None else float((x.grad * step).sum())
-        promise(abs(got - slope) < 1e-4 * abs(slope),
-                f"{given}; backward(), and a small step of `{name}`",
-                f"a change of {slope:.4g}", f"{got:.4g}", DETACHED)
 
 
 def test_softcap_leaves_its_input_and_type_alone():

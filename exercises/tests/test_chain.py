@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from mistaken import Mistakes
 from teach import compare, fail, same_law, short
 from tiny import Branch, Says, law, state_of, wide
 
 from drafter import chain
-from exercises.answers import Mistakes
 from sampling import Coins
 
 LOGITS = wide([[0.0, 1.0, 2.0], [2.0, 0.5, 0.0], [1.0, 0.0, 0.5]])     # by the last token

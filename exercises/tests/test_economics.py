@@ -2,29 +2,20 @@
 import random
 
 import pytest
+from mistaken import Mistakes, gives
 from teach import compare
 from tiny import wide
 
 from control import expected_tokens
-from exercises.answers import Mistakes
 from exercises.economics import best_bits, cost_in_bits, largest_batch, pass_seconds
-
-
-def by_hand(function, table, arguments):
-    """The function must give what a table says of each row of arguments."""
-    def each(f):
-        return wide([f(*row) for row in table])
-
-    compare(each(function), wide([*table.values()]), Mistakes(function.__name__, each),
-            f"{arguments} = {[*table]}", 1e-9)
 
 
 def test_the_cost_of_few_bits():
     """By hand: a billion weights at 100 GB/s take 20 ms in 16 bits, and 5.625 ms in 4.5."""
-    by_hand(cost_in_bits, {
+    gives(cost_in_bits, {
         (4, 1e9, 1e11, 0.0): 5.625 / 20, (4, 1e9, 1e11, 0.005): 10.625 / 25,
         (8, 2e9, 5e10, 0.01): 52.5 / 90, (16, 1e9, 1e11, 0.001): 1.0,
-        (4, 1e9, 1e11, 0.0, 128): 4.125 / 16}, "(bits, size, bandwidth, call, maybe group)")
+        (4, 1e9, 1e11, 0.0, 128): 4.125 / 16}, "bits, size, bandwidth, call, maybe group")
 
 
 FAST = (1e9, 1e12, 0.0)     # size, bandwidth, call: c = 0.15625, 0.28125, 0.53125 in 2, 4, 8 bits
@@ -91,11 +82,11 @@ def test_the_best_bits_on_drawn_machines():
 def test_the_time_of_a_pass():
     """By hand: 2 GB at 100 GB/s take 20 ms, and 64 times 5 tokens 2e9 operations each at 10 TFLOPS
     64 ms."""
-    by_hand(pass_seconds, {
+    gives(pass_seconds, {
         (1, 1, 1e9, 1e6, 1e11, 1e13): 0.02001, (8, 5, 1e9, 1e6, 1e11, 1e13): 0.02008,
         (64, 5, 1e9, 1e6, 1e11, 1e13): 0.064, (64, 5, 1e9, 1e9, 1e11, 1e13): 0.66,
         (200, 1, 1e9, 1e6, 1e11, 1e13): 0.04, (1, 2000, 3e9, 1e6, 2e11, 5e12): 2.4,
-        (2, 1, 3e9, 1e7, 2e11, 5e12): 0.0301}, "(rows, width, size, cache, bandwidth, flops)")
+        (2, 1, 3e9, 1e7, 2e11, 5e12): 0.0301}, "rows, width, size, cache, bandwidth, flops")
 
 
 def roofline(cache):

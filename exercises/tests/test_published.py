@@ -2,8 +2,9 @@
 import random
 
 import torch
-from teach import compare, fail, promise, short
-from tiny import law, wide
+from mistaken import gives
+from teach import fail, promise, short
+from tiny import law
 
 from exercises.published import break_even, counterexample, draft_cost, first_failure, speed
 
@@ -38,28 +39,15 @@ def test_a_counterexample_to_the_first_failure():
 
 
 def test_a_published_run():
-    plain, seconds, rows = 2.0873 / 128, 3.4368, [
-        (0.818, 2, 0.967, 3, 1.873), (1, 2, 0.967, 3, 2), (0.818, 2, 0.967, 2, 1),
-        (0.818, 2, 0.07, 2, 1)]
-    compare(wide([draft_cost(plain, seconds, 129, 86)]), [0.967098], {
-        "the passes of the target took time, too: subtract them first": [seconds / plain / 129],
-        "these are seconds: divide by those of a pass of the target":
-            [(seconds - 86 * plain) / 129]},
-        f"plain = {plain:.6f}, seconds = {seconds}, drafted = 129, verified = 86", 1e-5)
-    given = f"(share, gamma, cost, drafted, verified) = {rows}"
-    compare(wide([speed(*row) for row in rows]), [0.552158, 0.612120, 0.898432, 2.312281], {
-        "share is accepted / proposed, and no alpha (exercise 16): "
-        "a round yields 1 + gamma share tokens":
-            [(1 + s + s * s) / (d * c + v) for s, _, c, d, v in rows],
-        "this is the paper's price, gamma c + 1; count the passes that these rounds take":
-            [(1 + g * s) / (g * c + 1) for s, g, c, *_ in rows]}, given, 1e-5)
-    compare(wide([break_even(s, g, d, v) for s, g, _, d, v in rows]),
-            [0.254333, 1 / 3, 0.818, 0.818], {
-        "that holds for gamma passes of the draft model and one of the target; "
-        "here each counts as given":
-            [s for s, *_ in rows],
-        "the passes of the target come first: only what is left can pay for drafts":
-            [(1 + g * s) / d for s, g, _, d, _ in rows]}, given, 1e-5)
+    plain = 2.0873 / 128
+    gives(draft_cost, {(plain, 3.4368, 129, 86): 0.967098},
+          "plain, seconds, drafted, verified", 1e-5)
+    gives(speed, {(0.818, 2, 0.967, 3, 1.873): 0.552158, (1, 2, 0.967, 3, 2): 0.612120,
+                  (0.818, 2, 0.967, 2, 1): 0.898432, (0.818, 2, 0.07, 2, 1): 2.312281},
+          "share, gamma, cost, drafted, verified", 1e-5)
+    gives(break_even, {(0.818, 2, 3, 1.873): 0.254333, (1, 2, 3, 2): 1 / 3,
+                       (0.818, 2, 2, 1): 0.818},
+          "share, gamma, drafted, verified", 1e-5)
 
 
 def test_drawn_runs():
@@ -68,13 +56,11 @@ def test_drawn_runs():
         share, gamma, cost = draw.random(), draw.randint(1, 9), draw.uniform(0.01, 2)
         drafted, verified = draw.uniform(1, 12), draw.uniform(1, 3)
         plain = draw.uniform(1e-3, 2)
-        row = share, gamma, cost, drafted, verified
-        run = plain, plain * (drafted * cost + verified), drafted, verified
-        compare(wide([draft_cost(*run)]), [cost], {},
-                f"(plain, seconds, drafted, verified) = {run}", 1e-9)
         tokens = 1 + gamma * share
-        compare(wide([speed(*row)]), [tokens / (drafted * cost + verified)], {},
-                f"(share, gamma, cost, drafted, verified) = {row}", 1e-9)
-        compare(wide([break_even(share, gamma, drafted, verified)]),
-                [(tokens - verified) / drafted], {},
-                f"(share, gamma, drafted, verified) = {(share, gamma, drafted, verified)}", 1e-9)
+        spent = drafted * cost + verified
+        gives(draft_cost, {(plain, plain * spent, drafted, verified): cost},
+              "plain, seconds, drafted, verified")
+        gives(speed, {(share, gamma, cost, drafted, verified): tokens / spent},
+              "share, gamma, cost, drafted, verified")
+        gives(break_even, {(share, gamma, drafted, verified): (tokens - verified) / drafted},
+              "share, gamma, drafted, verified")

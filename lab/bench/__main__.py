@@ -1,20 +1,15 @@
 """The command that measures, side by side in one process, A B A B, with medians after a warm-up.
 
-    python -m lab.bench counts       operations and GPU waits of a round: counted, so free of noise
-    python -m lab.bench plain        plain decoding beside transformers
-    python -m lab.bench costs        what each sub-layer and the head take on this machine
-    python -m lab.bench help         will drafting help? what drafts promise, and the most possible
-    python -m lab.bench check        is your model computed right? beside transformers; and `help`
-    python -m lab.bench self         every way to draft, four kinds of text, beside transformers
-    python -m lab.bench dynamic      drafts that adapt, on a stream of prompts whose kind changes
-    python -m lab.bench quant        drafts and targets in few bits, measured, and on paper
+    python -m lab.bench real         every way to draft, over plain decoding: see lab/bench/real.py
+    python -m lab.bench check        is your model computed right? what could drafting gain on it?
+    python -m lab.bench costs        what each sub-layer, the head and a block take on this machine
+    python -m lab.bench plain        plain decoding, compared with transformers
+    python -m lab.bench prompts      how fast a prompt is read, compared with transformers
+    python -m lab.bench rows         products with few rows, compared with reading the matrices
     python -m lab.bench exact        what changes a text that is the same to the bit, and what not
-    python -m lab.bench rows         products with few rows, beside the time of reading the matrices
-    python -m lab.bench prompts      how long a prompt is read, beside transformers
-    python -m lab.bench block        block verification beside token by token
-    python -m lab.bench heads        trained heads: their chains and trees, beside untrained drafts
-    python -m lab.bench search       the search for a skip set against the truth of all 4,096
-    python -m lab.bench real         a real public model, over plain decoding: see lab/bench/real.py
+    python -m lab.bench block        block verification, compared with token by token
+    python -m lab.bench counts       operations and GPU waits of a round: counted, so free of noise
+    python -m lab.bench search       the search for a skip set, compared with all 4,096 sets
     python -m lab.bench beyond       ProphetNet, HAMburger and a sparse self-draft, measured
 """
 import argparse
@@ -28,49 +23,25 @@ import torch
 
 import checkpoint
 from files import check_writable, write_file
-from lab.bench import (
-    beyond,
-    block,
-    ceiling,
-    check,
-    costs,
-    counts,
-    drafters,
-    dynamic,
-    exact,
-    heads,
-    plain,
-    quant,
-    rows,
-    search,
-)
-from lab.bench.real import KINDS, run_real
-from lab.bench.shared import DEFAULT, SETS, WEIGHTS
+from lab.bench import beyond, block, check, counts, exact, passes, real, search
+from lab.bench.shared import CHATS, DEFAULT, SETS
 from machine.kept import hardware
 from support import cli
 
-RUNS = {    # -> (Markdown, data)
-    "counts": counts.run, "plain": plain.run, "rows": rows.run,
-    "prompts": plain.run_prompts, "costs": costs.run_costs,
-    "help": ceiling.run, "check": check.run, "self": drafters.run, "dynamic": dynamic.run,
-    "quant": quant.run, "block": block.run, "heads": heads.run, "real": run_real,
-    "search": search.run, "beyond": beyond.run, "exact": exact.run}
-
-
-LOADS = "model", "dtype", "device"
-RUN = *LOADS, "new", "repeats", "quick"
-READS = {   # the flags of each, beside --out
-    "counts": (), "plain": ("model", "device", "new", "repeats", "fast"),
-    "rows": (*LOADS, "repeats"),
-    "prompts": (*LOADS, "repeats"), "costs": (*LOADS, "repeats", "fast"),
-    "help": (*LOADS, "new", "fast"), "check": ("model", "device", "new", "fast"),
-    "self": (*RUN, "fast", "skip", "draft-vocab", "draft-model", "prompts", "only"),
-    "dynamic": (*RUN, "fast", "skip", "draft-vocab", "only"),
-    "quant": RUN, "block": (*LOADS, "new", "quick", "skip", "prompts", "heads"),
-    "heads": (*RUN, "fast", "prompts", "heads"),
-    "real": (*RUN, "fast", "prompts", "heads", "draft-model", "only", "dither", "gguf"),
-    "search": (*LOADS, "new", "repeats"), "beyond": ("model", "device", "new", "quick"),
-    "exact": (*LOADS, "new", "repeats", "fast", "prompts")}
+MODEL = "model dtype device"
+COMMANDS = {    # (Namespace) -> (Markdown, data); the flags that it reads; their defaults
+    "real": (real.run, f"{MODEL} new repeats quick fast prompts only draft draft-model heads "
+                       "dither gguf", {"new": 48, "quick": 1}),
+    "check": (check.run, "model device new fast", {}),
+    "costs": (passes.run_costs, f"{MODEL} repeats fast", {}),
+    "plain": (passes.run_plain, f"{MODEL} new repeats", {}),
+    "prompts": (passes.run_prompts, f"{MODEL} repeats", {}),
+    "rows": (passes.run_rows, f"{MODEL} repeats", {}),
+    "exact": (exact.run, f"{MODEL} new repeats quick fast", {"quick": 4}),
+    "block": (block.run, f"{MODEL} new quick prompts draft", {}),
+    "counts": (counts.run, "", {}),
+    "search": (search.run, "model device", {}),
+    "beyond": (beyond.run, "model device new quick", {})}
 
 
 def at_least(least):
@@ -84,44 +55,35 @@ def at_least(least):
 
 
 FLAGS = {
-    "model": dict(metavar="DIR", default=DEFAULT),
+    "model": dict(metavar="DIR", default=DEFAULT, help="a Hugging Face folder"),
     "dtype": dict(choices=["float32", "bfloat16", "float16", "float64"], default="bfloat16"),
     "device": dict(choices=["cpu", "cuda"], default="cpu"),
-    "new": dict(type=at_least(8), default=128, metavar="N", help="tokens to write"),
-    "repeats": dict(type=at_least(1), metavar="N", help="how often each is run (plain 5, self 2, "
-                    "dynamic 1: some 35 methods, 128 tokens after each of 32 prompts, at two "
-                    "temperatures)"),
-    "quick": dict(nargs="?", type=int, const=1, metavar="N", help="one prompt of each kind, or N"),
-    "fast": dict(action="store_true", help="in fast passes; plain: also in them"),
-    "skip": dict(metavar="SET", help="this skip set, a3,m4 or a skip.json (self, dynamic, block: "
-                 "by default the one beside the weights)"),
-    "draft-vocab": dict(metavar="FILE", help="the tokens of this file, the most frequent first (by "
-                        "default draft_vocab.json beside the weights)"),
-    "draft-model": dict(metavar="DIR", default=os.path.relpath(WEIGHTS / "stories-draft"),
-                        help="a small model with the same tokenizer"),
-    "prompts": dict(nargs="+", metavar="KIND", choices=(*SETS, *KINDS),
-                    help=f"only these of {', '.join(SETS)}; block: {', '.join(KINDS)}"),
+    "new": dict(type=at_least(8), default=128, metavar="N",
+                help="tokens to write (default: %(default)s)"),
+    "repeats": dict(type=at_least(1), metavar="N", help="how often each is run"),
+    "quick": dict(nargs="?", type=at_least(1), const=1, metavar="N",
+                  help="one prompt of each kind, or N"),
+    "fast": dict(action="store_true", help="in fast passes, as generate.py --fast has them"),
+    "prompts": dict(nargs="+", metavar="KIND",
+                    help=f"only these of {', '.join(CHATS)}; of a model without a chat template of "
+                         f"{', '.join(SETS)}; or a file with a prompt in each line, in .jsonl "
+                         '{"prompt": ...}'),
     "only": dict(nargs="+", metavar="WORD", help="only ways to draft with one of these words in "
-                 "their names, and plain decoding; real: transformers and llama.cpp only if named"),
-    "heads": dict(metavar="DIR", help="heads, real: trained heads (MODEL/heads); block: one"),
+                 "their names, and plain decoding; transformers and llama.cpp only if named"),
+    "draft": dict(nargs="+", metavar="LINE", help="these ways to draft: each a line of what "
+                  'follows --draft in generate.py, as in "exit --gamma 3"'),
+    "draft-model": dict(metavar="DIR", help="a small model with the same tokenizer, which drafts"),
+    "heads": dict(metavar="DIR", help="a folder of trained heads (default: MODEL/heads)"),
     "dither": dict(action="store_true", help="first add noise to the target's weights, uniform and "
                    "as wide as a step of int4: weights that came in 4 bits lie on a grid, which "
                    "flatters int4, and with the noise its gain is a lower bound"),
-    "gguf": dict(metavar="FILE", help="with --only llama.cpp: --model in a GGUF file (default: "
-                 "SmolLM2)"),
+    "gguf": dict(metavar="FILE", help="for llama.cpp: --model in a GGUF file (default: SmolLM2)"),
     "out": dict(metavar="PATH", help="write PATH.json and PATH.md")}
-OTHERWISE = {   # flags that mean something else to one command
-    "exact": {"prompts": dict(nargs=None, choices=None, type=at_least(1), metavar="N", default=None,
-                              help="of N prompts, how many drafted texts equal plain decoding's")},
-    "real": {
-        "new": dict(default=48, help="tokens to write (default: 48)"), "quick": dict(
-            default=1, help="how many prompts of each kind (default: 1)"),
-        "draft-model": dict(default=None),
-        "prompts": dict(choices=None, help=f"only these of {', '.join(KINDS)}; or a file of "
-                        'prompts, one per line, in .jsonl {"prompt": ...}')}}
 
 
 class Flags(argparse.Namespace):
+    device = "cpu"
+
     @property
     def machine(self):
         return hardware(torch.device(self.device))
@@ -132,12 +94,12 @@ def parse(argv):
                    description="Measure. `WHAT --help` lists the flags that WHAT reads.",
                    formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = p.add_subparsers(dest="what", required=True, metavar="WHAT")
-    for what, flags in READS.items():
+    for what, (_, flags, defaults) in COMMANDS.items():
         one = kinds.add_parser(what, usage=f"python -m lab.bench {what} [flags]",
                                allow_abbrev=False)
-        one.set_defaults(device="cpu")
-        for flag in (*flags, "out"):
-            one.add_argument(f"--{flag}", **FLAGS[flag] | OTHERWISE.get(what, {}).get(flag, {}))
+        for flag in (*flags.split(), "out"):
+            one.add_argument(f"--{flag}", **FLAGS[flag])
+        one.set_defaults(**defaults)
     a = p.parse_args(argv, Flags())
     if a.out is not None:
         if not os.path.basename(a.out).strip("."):
@@ -152,7 +114,7 @@ def parse(argv):
 def run(argv):
     a = parse(argv)
     try:
-        text, data = RUNS[a.what](a)
+        text, data = COMMANDS[a.what][0](a)
     except ModuleNotFoundError as e:
         raise ValueError(f"{e.name} is not installed: see requirements-dev.txt") from None
     data = {"flags": vars(a), "machine": a.machine, "torch": torch.__version__,

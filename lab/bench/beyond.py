@@ -113,7 +113,7 @@ def prophet(text, device, streams, seed, tokens, *flags):
          f"--tokens {tokens} --context {CONTEXT} --batch {BATCH} --warmup 20 --layers 4 --dim 128 "
          "--heads 2 --kv-heads 1 --hidden 352 --dropout 0 --exit-weight 0".split(), *flags])
     run = train.Run(a, text, device) if streams == 1 else Streams(a, text, device, streams)
-    while run.progress() < 1:
+    while run.step < run.steps:
         run.train_step()
     return run
 

@@ -14,11 +14,10 @@ from functools import partial
 
 import torch
 
-from control import MOST
+from control import MOST, best_along
 from kvcache import KVCache
 from lab import doctor
-from lab.bench.quant import acceptance
-from lab.bench.shared import SETS, figures, forecast, load, page, prompt_ids
+from lab.bench.shared import SETS, figures, prompt_ids
 from lab.train_heads import judged
 from layerskip import early_exit
 from machine.exact import fast
@@ -35,8 +34,14 @@ from support.measure import kept_costs, measure_step
 PROBS = {"greedy": to_probs, "T 1": partial(to_probs, temperature=1.0)}
 EXITS = 1, 2, 4, 6      # eighths of the blocks
 NODES = 4, 8, 16
-PLACES = 32             # where the best trees are grown, spread over the texts
-NEW = 32                # tokens of each text
+PLACES = 32     # where the best trees are grown, spread over the texts
+NEW = 32        # tokens of each text
+DRAFTS = {"c": "{c:.2f}", "alpha, greedy": "{greedy[alpha]:.2f}", "best K": "{greedy[gamma]}",
+          "promised": "{greedy[gain]:.2f}", "limit": "{greedy[limit]}",
+          "alpha, T 1": "{T 1[alpha]:.2f}", "its best K": "{T 1[gamma]}",
+          "it promises": "{T 1[gain]:.2f}", "its limit": "{T 1[limit]}"}
+CEILING = {"cost of the block": "{block:.2f}", "tokens per round, T 1": "{T 1:.2f}",
+           "speed-up, T 1": "{T 1 gain:.2f}", "speed-up, greedy": "{greedy gain:.2f}"}
 
 
 # --- the most that any draft could bring
@@ -84,7 +89,7 @@ def best_trees(spots, nodes, probs):
 
 
 def add_children(heap, chance, path, p, most):
-    """Add the likeliest tokens after a path, which comes about with this chance, to a heap."""
+    """Add to a heap the likeliest tokens after a path that comes about with this chance."""
     best = p.topk(min(most, len(p)))
     for share, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
         heapq.heappush(heap, (-chance * share, (*path, token)))
@@ -117,6 +122,14 @@ def copied(teacher, start):
     return torch.tensor(rates).double()
 
 
+@torch.inference_mode()
+def acceptance(teacher, draft):
+    """How likely the first drafted token after each position of the teacher's text is accepted, if
+    the draft is a model of its own. (T,) float64"""
+    x = draft.run(draft.embed(teacher.tokens), Placement.span(0, teacher.p.shape[1]))
+    return teacher.overlap(teacher.probs(draft.unembed(x)))
+
+
 @torch.no_grad()
 def scored(teacher, start, probs, exits, twin, trained):
     """{draft: the acceptance rates along a Teacher's text, from `start` tokens on}."""
@@ -124,7 +137,7 @@ def scored(teacher, start, probs, exits, twin, trained):
     rates = {"lookup": copied(teacher, start)}
     for name, sublayers in exits.items():
         rates[name] = teacher.acceptance(sublayers)
-    rates["itself in int4"] = acceptance(teacher, twin, range(2 * twin.c.n_layers))
+    rates["itself in int4"] = acceptance(teacher, twin)
     for head in trained:
         said, target = next(judged(head, tokens))       # its first step
         both = torch.minimum(probs(said), probs(target)).double().sum(-1)[0].cpu()
@@ -164,7 +177,8 @@ def worth(a, model, tokenizer):
         rates = [scored(*text, probs, exits, twin, trained) for text in texts]
         for name, c in prices.items():
             series = [row[name] for row in rates]
-            alpha, gamma, gain = forecast(series, c, costs.pass_cost)
+            alpha = float(torch.cat(series).mean())
+            gamma, gain = best_along(series, c, pass_cost=costs.pass_cost)
             limit = doctor.limit([alpha] * MOST, c, costs.pass_cost)
             drafts[name][how] = {"alpha": alpha, "gamma": gamma, "gain": gain, "limit": limit}
         if how != "greedy":
@@ -181,17 +195,3 @@ def worth(a, model, tokenizer):
              "The most that any draft could bring, even one that costs nothing:", "",
              *figures(((f"any {P} tokens", row) for P, row in most.items()), CEILING, "draft")]
     return lines, {"drafts": drafts, "most": most}
-
-
-def run(a):
-    """The same without transformers."""
-    lines, found = worth(a, *load(a))
-    return page([f"{a.model}, {a.dtype}; {a.machine}", "", *lines]), found
-
-
-DRAFTS = {"c": "{c:.2f}", "alpha, greedy": "{greedy[alpha]:.2f}", "best K": "{greedy[gamma]}",
-          "promised": "{greedy[gain]:.2f}", "limit": "{greedy[limit]}",
-          "alpha, T 1": "{T 1[alpha]:.2f}", "its best K": "{T 1[gamma]}",
-          "it promises": "{T 1[gain]:.2f}", "its limit": "{T 1[limit]}"}
-CEILING = {"cost of the block": "{block:.2f}", "tokens per round, T 1": "{T 1:.2f}",
-           "speed-up, T 1": "{T 1 gain:.2f}", "speed-up, greedy": "{greedy gain:.2f}"}

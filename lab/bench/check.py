@@ -14,7 +14,7 @@ import checkpoint
 from files import guarded
 from kvcache import KVCache
 from lab.bench.ceiling import worth
-from lab.bench.plain import their_text
+from lab.bench.passes import their_text
 from lab.bench.shared import SETS, page, prompt_ids, read_prompts, table
 from layerskip import SelfDraft, early_exit
 from model import Placement
@@ -112,13 +112,13 @@ def ask(folder, device, passes, prompts, new, stored):
 
 
 def check_tokenizer(folder, tokenizer):
-    """Ids, and the text that they make again; the prompts that messages become, as
-    text and as ids."""
+    """Ids, and the text that they make again; and the prompts that messages become."""
     from transformers import AutoTokenizer, logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with guarded(f"{folder}: transformers cannot read its tokenizer"):
-        theirs, wrong = AutoTokenizer.from_pretrained(folder), []
+        theirs = AutoTokenizer.from_pretrained(folder)
+    wrong = []
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values()][:8]
     texts = [*TEXTS, f"a {' b'.join(special)} c",
              *(read_prompts(name)[0]["text"][:500] for name in SETS)]
@@ -143,14 +143,13 @@ def attempt(f, *args):
         return None
 
 
-def chat(render, encode, messages, more):
-    """(text, ids) of a chat, each None where the template or the tokenizer refuses it."""
-    text = attempt(render, messages, more)
-    return text, text and attempt(encode, text)
-
-
 def check_chats(folder, tokenizer, theirs):
     """A template that refuses messages must refuse them in both."""
+    def chat(render, encode, messages, more):
+        """(text, ids), each None where the template or the tokenizer refuses."""
+        text = attempt(render, messages, more)
+        return text, text and attempt(encode, text)
+
     try:
         render = read_template(folder)
     except ValueError:
@@ -173,9 +172,11 @@ def check_chats(folder, tokenizer, theirs):
 
 
 def plan(c, ids):
-    """The passes that both compute: the text; with a smaller window where the text does not fill
-    it; and tokens spread over the whole context, for the angles that a long text will meet."""
-    T, count, at = len(ids), min(len(ids), 48), torch.arange(len(ids))
+    """The passes that both compute: the text; the text with a smaller window if it does not fill
+    the model's; and tokens spread over the whole context, for the angles of a long text."""
+    T = len(ids)
+    count = min(T, 48)
+    at = torch.arange(T)
     passes = [Pass(f"logits, {T} tokens at once", ids, c.window, at)]
     if c.window and 4 <= T <= c.window:
         passes.append(Pass(f"logits, window {T // 4} instead of {c.window}", ids, T // 4, at))
@@ -188,9 +189,11 @@ def plan(c, ids):
 @torch.inference_mode()
 def our_logits(model, p):
     """(T, V) float32, on the CPU."""
-    whole, tokens = model.c, torch.tensor([p.ids], device=model.tok.device)
+    whole = model.c
+    device = model.tok.device
+    tokens = torch.tensor([p.ids], device=device)
     model.c = replace(whole, window=p.window)
-    T, device = len(p.ids), tokens.device
+    T = len(p.ids)
     at = Placement(p.positions[None].to(device), torch.arange(T, device=device)[None], 0, T)
     table = model.angles(int(p.positions.max()) + 1)
     logits = model.unembed(model.run(model.embed(tokens), at, table=table))     # (1, T, V)
@@ -201,7 +204,9 @@ def our_logits(model, p):
 @torch.inference_mode()
 def cached_logits(model, ids):
     """The same of a text that goes into the cache in uneven chunks."""
-    tokens, parts, at = torch.tensor([ids], device=model.tok.device), [], 0
+    tokens = torch.tensor([ids], device=model.tok.device)
+    parts = []
+    at = 0
     cache = KVCache(model.c, 1, len(ids), model.attention_dtype(), tokens.device)
     for size in itertools.cycle(CHUNKS):
         part = tokens[:, at : at + size]
@@ -230,17 +235,17 @@ def check_logits(model, passes, said):
 
 
 def check_rounding(half, theirs, want, stored):
-    """How far the stored dtype is from float32, root mean square. A half dtype
-    rounds in both libraries."""
+    """How far the stored half dtype is from float32, which rounds in both libraries."""
     ours, theirs = (float((x - want).norm() / want.norm()) for x in (half, theirs))
     return judge(f"error of {str(stored)[6:]} against float32, root mean square", f"{ours:.1e}",
                  f"{theirs:.1e}", ours <= 1.5 * theirs)
 
 
 def check_texts(model, prompts, new, said):
-    """Greedy texts in float32, both prompts in one ragged batch. Where two logits
-    tie, texts may part."""
-    L, rows = model.c.n_layers, []
+    """Greedy texts in float32, both prompts in one ragged batch. They may part where two logits
+    tie."""
+    L = model.c.n_layers
+    rows = []
     exit_layer = (L + 2) // 3
     drafters = {"plain": None, f"exit {exit_layer}": SelfDraft(model, early_exit(L, exit_layer), 3)}
     for name, drafter in drafters.items():
@@ -255,8 +260,8 @@ def check_texts(model, prompts, new, said):
 
 
 def texts(tokenizer, c):
-    """(ids of the text for logits, two prompts). Raises ValueError for a tokenizer
-    that makes no such ids."""
+    """(ids of the text for logits, two prompts). Raises ValueError for a tokenizer that makes other
+    ids than the model has."""
     text = " ".join(read_prompts(name)[0]["text"] for name in SETS)
     ids = checkpoint.encode(tokenizer, text, c.bos)[: min(c.max_len, LENGTH)]
     prompts = [prompt_ids(name, tokenizer, c)[0][: c.max_len // 2] for name in ("stories", "code")]
@@ -296,8 +301,8 @@ def run(a):
     wrong = [r.check for r in rows if r.verdict == WRONG]
     verdict = (f"{len(wrong)} of {len(rows)} differ: {'; '.join(wrong)}" if wrong else
                "All checks are right: this is the model that transformers computes")
-    lines = [f"{a.model} beside transformers; {a.machine}; differences of the largest logit, in "
-             "float32", "",
+    lines = [f"{a.model}, compared with transformers; {a.machine}; differences of the largest "
+             "logit, in float32", "",
              *table(Row._fields, [[cell.replace("|", "\\|") for cell in r] for r in rows]),
              verdict, "", *helps]
     data = {"checks": [r._asdict() for r in rows], "verdict": verdict, "status": int(bool(wrong)),

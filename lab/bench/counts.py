@@ -1,6 +1,5 @@
 """The tensor operations of a round outside the sub-layers, and its waits for the device. Both are
-counted, not timed, and a GPU's on paper (see tests/paper_gpu.py), so that none is needed.
-"""
+counted, not timed, and the GPU is simulated (see tests/paper_gpu.py)."""
 from control import Confidence
 from drafter import ModelDraft, NGram
 from lab.bench.shared import page, random_model, table
@@ -26,8 +25,8 @@ DRAFTERS = {  # (target, small model, how many tokens to draft) -> drafter
 
 
 def target(device):
-    """A model whose blocks after the first add nothing, so that all drafts are right
-    and no rule objects."""
+    """A model whose blocks after the first add nothing, so that all drafts are right and no rule
+    objects."""
     model = random_model(SHAPE)
     for b in model.blocks[1:]:
         b.attn.wo.zero_()
@@ -63,8 +62,7 @@ def count(gpu, device, make, gamma):
 
 
 def counts():
-    """{drafter: what a round with 2 drafted tokens takes, and what each
-    further drafted token takes}."""
+    """{drafter: what a round with 2 drafted tokens takes, and what each further one takes}."""
     found = {}
     with PaperGPU() as gpu:
         for name, make in DRAFTERS.items():

@@ -1,61 +1,68 @@
-"""A real public model (make smollm): what each way to draft gains over the fastest plain decoding,
-on six kinds of chat.
+"""What each way to draft gains over plain decoding, by the clock.
 
     python -m lab.bench real --model runs/smollm --fast
     python -m lab.bench real --model runs/qwen15 --draft-model runs/qwen05 --fast
+    python -m lab.bench real --fast --draft "exit --rule lab/rules.py:Thompson" lab/swift.py:SWIFT
 
-With `--fast` on a CPU a row of logits has the same bits in every block. So each greedy text must be
-plain decoding's, token for token, and no second model is needed to check it. Elsewhere every method
-also writes the first text of each kind in float64.
+A way to draft is a line of generate.py's flags, so that whatever drafts there can be measured here.
+Use --fast: a gain over slower plain decoding is no gain.
+
+A drafted text that is not plain decoding's is a bug, and its speed means nothing. With --fast on a
+CPU a row of logits has the same bits in every block, so the timed greedy texts are compared
+themselves. Elsewhere every way first writes one text of each kind in float64.
 """
+import shlex
+import statistics
 import time
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from control import expected_speedup
-from drafter import ModelDraft, NGram
-from files import note, read_tokenizer
+from drafter import ModelDraft
+from files import check_folder, note, read_tokenizer
 from lab.bench import llamacpp
-from lab.bench.drafters import Bench, Method, check_only, chosen, fixed, header, their_methods
-from lab.bench.dynamic import living
-from lab.bench.heads import shapes
-from lab.bench.shared import load, page, tables
-from lab.train_heads import ask
-from layerskip import SelfDraft, early_exit
+from lab.bench.passes import their_text
+from lab.bench.shared import Sample, kinds_of, load, page, prompts_of, tables
+from layerskip import SelfDraft
 from machine.exact import fast
 from machine.fused import fuse
-from machine.quant import ROWS, SHARE, Int4, Matrix, byte_costs, quantise
-from machine.rows import FEW, multiplies
+from machine.quant import ROWS, SHARE, Int4, byte_costs
 from methods import heads
-from methods.arms import candidates
-from methods.pace import COPY, Pace
-from methods.suffix import Suffix
-from model import put
-from support.drafts import fit, load_small
-from support.measure import kept_costs, measure_step
-from support.texts import read_texts
+from methods.pace import COPY
+from sampling import Coins, to_probs
+from speculative import rounds
+from support import generate
+from support.drafts import Plan
+from support.stats import Timed
 from verification import verify_block
 
-PROMPTS = Path(__file__).resolve().parents[1] / "prompts"
-KINDS = "chat", "summaries", "code_edits", "maths", "translation", "json"
-CHAINS, NODES = (1, 2, 3), 8    # lengths of a head's drafts, tokens of its tree
-ITSELF = {"int8": (3,), "int4": (3, 5)}     # lengths of the drafts of the model in few bits
-SMALL = {None: (3,), "int4": (3, 5)}        # and of a small model: as it is, and in few bits
+WAYS = {    # what follows --draft in generate.py
+    "plain": "none",
+    "exit, gamma 1": "exit --gamma 1",
+    "n-gram": "ngram",
+    "suffix": "suffix",
+    "int8, gamma 3": "int8 --gamma 3",
+    "int4, gamma 3": "int4 --gamma 3",
+    "int4, gamma 5": "int4 --gamma 5"}
+HEAD = {"gamma 1": "--gamma 1", "gamma 2": "--gamma 2", "gamma 3": "--gamma 3",
+        "tree of 8": "--tree 8"}
+SMALL = {
+    "small model, gamma 3": "--gamma 3",
+    "small model in int4, gamma 3": "--gamma 3 --draft-quant int4",
+    "small model in int4, gamma 5": "--gamma 5 --draft-quant int4"}
+THEIRS = {"transformers, plain": {},
+          "transformers, prompt lookup": {"prompt_lookup_num_tokens": COPY},
+          "transformers, assistant_early_exit": {}}
+VARY = "ngram", "suffix", "auto"    # kinds whose drafts are not of one length
+SHORT = 8                           # tokens that a way writes to warm up
 COLUMNS = {"tokens/s": "{tokens_per_second:.1f}", "ratio to plain": "{ratio:.2f}",
            "by the formula": "{predicted:.2f}", "tau": "{tau:.2f}", "alpha": "{tested:.2f}",
            "alpha by place": "{places}", "bytes": "{bytes:.2f}", "c": "{c:.3f}",
            "block": "{block:.2f}"}
-
-
-def chat_ids(a, kind, tokenizer):
-    """The prompts of one kind, or of a file, in the model's chat template, as ids."""
-    path = PROMPTS / f"{kind}.jsonl" if kind in KINDS else Path(kind)
-    if not path.is_file():
-        raise ValueError(f"--prompts {kind}: neither a file nor one of {', '.join(KINDS)}")
-    return ask(a.model, tokenizer, read_texts(path, "prompt", "\n")[: a.quick])
 
 
 @torch.no_grad()
@@ -73,162 +80,219 @@ def dither(model):
 # --- ways to draft
 
 
-@cache
-def rough(model, kind):
-    """The copy of a model in few bits, which is made when the first text needs it."""
-    twin = quantise(model, kind, head=kind, rounds=True)
-    if model.tok.dtype == torch.float64:    # no product has to rebuild its matrix
-        for module in list(twin.modules()):
-            for name, w in list(module.named_children()):
-                if isinstance(w, Matrix):
-                    put(module, name, torch.nn.Parameter(w.full(w.dtype), requires_grad=False))
-    return model.alongside(twin)
+def lines_of(a):
+    """{name: what follows --draft in generate.py}, plain decoding first: the usual ways, or those
+    that --draft names."""
+    if a.draft:
+        return {"plain": "none"} | {line.replace(" --", ", "): line for line in a.draft}
+    lines = dict(WAYS)
+    lines["auto"] = "auto"
+    if a.draft_model:
+        folder = shlex.quote(a.draft_model)
+        lines |= {name: f"{folder} {flags}" for name, flags in SMALL.items()}
+        lines["auto"] = f"auto --draft-model {folder} --draft-quant int4"
+    for file in sorted(Path(a.heads or f"{a.model}/heads").glob(f"*/{heads.FILE}")):
+        folder = shlex.quote(str(file.parent))
+        for shape, flags in HEAD.items():
+            lines[f"{file.parent.name}, {shape}"] = f"{folder} {flags}"
+    return lines
 
 
-step_cost = cache(measure_step)     # it is measured once
+def named(names, words):
+    """The names that --only asks for, and plain decoding. Raises ValueError for a word that stands
+    in no name."""
+    for word in words or ():
+        if not any(word in name for name in names):
+            raise ValueError(f"--only {word!r}: no way to draft has that in its name; here are "
+                             f"{', '.join(names)}")
+    return [name for name in names
+            if not words or name == "plain" or any(word in name for word in words)]
 
 
-def itself(kind, gamma, model):
-    return SelfDraft(rough(model, kind), range(2 * model.c.n_layers), gamma)
+def options_of(a, line):
+    """The options of generate.py with this line after its --draft."""
+    return generate.parse(["", "--model", str(a.model), "--draft", *shlex.split(line)])
 
 
-def helped(smalls, kind, gamma, model):
-    small = smalls[model.tok.dtype]
-    return ModelDraft(fit(rough(small, kind) if kind else small, model), gamma)
+def write(model, drafter, probs, ids, seed, new):
+    """The Sample of one text."""
+    timed = Timed(drafter)
+    text = []
+    turns = []
+    for _, r in rounds(model, [ids], new, timed, probs, Coins(seed), model.c.eos,
+                       verify=verify_block):
+        text += r.new[0]
+        turns.append((int(r.accepted[0]), int(r.proposed[0])))
+    return Sample(text, sum(timed.seconds.values()), timed.seconds["draft"], turns)
 
 
-def drafting(make, gamma):
-    """The Method of make(model) -> Drafter of gamma tokens."""
-    return Method(lambda: lambda model, small: make(model), gamma=gamma)
+def ours(model, plan, probs):
+    """A way to decode: begin() returns write(ids, seed, new). What the drafter learns lasts until
+    the next begin()."""
+    return lambda: partial(write, model, plan.make(), probs)
 
 
-def whole_models(smalls):
-    """{name: Method} of drafts by the model itself in few bits, and by a small one."""
-    methods = {}
-    for kind, lengths in ITSELF.items():
-        for g in lengths:
-            methods[f"{kind}, gamma {g}"] = drafting(partial(itself, kind, g), g)
-    for kind, lengths in SMALL.items() if smalls else ():
-        name = f"small model in {kind}" if kind else "small model"
-        for g in lengths:
-            methods[f"{name}, gamma {g}"] = drafting(partial(helped, smalls, kind, g), g)
-    return methods
+def theirs(a, names, exit_layer):
+    """{name: a way to decode} by transformers, greedily, with its own defaults."""
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(a.model, dtype=getattr(torch, a.dtype))
+    model = model.to(a.device)
+
+    @torch.no_grad()
+    def ask(flags, ids, seed, new):
+        tokens = torch.tensor([ids], device=a.device)
+        start = time.perf_counter()
+        model(tokens, use_cache=True, logits_to_keep=1).logits.argmax().item()  # waits for a GPU
+        reading = time.perf_counter() - start
+        start = time.perf_counter()
+        text = their_text(model, tokens, new, **flags)[0].tolist()
+        return Sample(text, time.perf_counter() - start - reading)
+
+    flags = THEIRS | {"transformers, assistant_early_exit": {"assistant_early_exit": exit_layer}}
+    return {name: lambda name=name: partial(ask, flags[name]) for name in names if name in flags}
 
 
-def trained_heads(trained):
-    """{name: Method}. trained: {folder: {dtype: head}}"""
-    methods = {}
-    for name, loaded in trained.items():
-        head = next(iter(loaded.values()))
-        drafts = {f"gamma {g}": (g, None) for g in CHAINS if g <= head.price.longest}
-        tree = shapes(head, heads.pricing(head)(0))[f"tree of {NODES}"]
-        drafts[f"tree of {NODES}"] = min(NODES, head.price.longest), tree
-        for shape, (levels, parents) in drafts.items():
-            methods[f"{name}, {shape}"] = drafting(
-                lambda model, loaded=loaded, levels=levels, parents=parents: (
-                    loaded[model.tok.dtype].drafter(levels, parents)), None if parents else levels)
-    return methods
+# --- what is measured
 
 
-def adapting(model, trained, smalls):
-    """The Method of `auto`, as generate.py has it with --draft-model and --draft-quant int4. The
-    costs are those of the timed model, even where the one in float64 decodes."""
-    def make(m):
-        costs = kept_costs(model)
-        own = None
-        if multiplies(model):
-            own = rough(m, "int4"), step_cost(model, rough(model, "int4"))
-        small = None
-        if smalls:
-            few = [rough(smalls[each.tok.dtype], "int4") for each in (m, model)]
-            small = fit(few[0], m), step_cost(model, few[1])
-        own_heads = [loaded[m.tok.dtype] for loaded in trained.values()]
-        arms = candidates(m, costs, heads=own_heads, rough=own, small=small)
-        return Pace(m, arms, costs, most=FEW - 1)
-
-    return living(make)
+def measure(ways, prompts, new, repeats, title=""):
+    """{name: the Samples of each prompt}, of all ways in turn, prompt by prompt."""
+    samples = {name: [[] for _ in prompts] for name in ways}
+    for _ in range(repeats):
+        writers = {name: begin() for name, begin in ways.items()}
+        for i, ids in enumerate(tqdm(prompts, title, disable=None)):
+            for name, writer in writers.items():
+                samples[name][i].append(writer(ids, i, new))
+    return samples
 
 
-def ways(model, trained, smalls):
-    """{name: Method}. trained: {folder: {dtype: head}}; smalls: {dtype: the small model}"""
-    L = model.c.n_layers
-    e = max(1, L // 6)
-    methods = {"plain": Method(gamma=0)} | fixed(f"exit {e}", early_exit(L, e), 1)
-    methods |= {"n-gram": drafting(lambda model: NGram(COPY, 3), None),
-                "suffix": drafting(lambda model: Suffix(COPY), None)}
-    return methods | whole_models(smalls) | trained_heads(trained) | {
-        "auto": adapting(model, trained, smalls)}
+def check_texts(texts, where):
+    """Raises RuntimeError where a greedy text is not plain decoding's."""
+    for name, text in texts.items():
+        if text != texts["plain"]:
+            raise RuntimeError(f"{name} differs from plain decoding {where}")
 
 
-# --- the table
+def check_in_double(a, options, tokenizer, prompts):
+    """Every way writes the first text of each kind in float64, where no rounding explains another
+    text."""
+    model = opened(a, "float64")
+    found = {name: Plan(some, model, tokenizer) for name, some in options.items()}
+    for kind, (ids, *_) in prompts.items():
+        check_texts({name: write(model, plan.make(), to_probs, ids, 0, a.new).ids
+                     for name, plan in found.items()}, f"on {kind} in float64")
 
 
-def promise(model, m, r):
-    """A row of the table. For drafts of fixed length it gets the bytes that a drafted token reads,
-    relative to a plain pass, and the gain that alpha, c and the block promise."""
-    if m and m.gamma and "c" in r:      # m: None of others' decoding
-        r["predicted"] = expected_speedup(r["tested"], m.gamma, r["c"], r["block"])
-        drafter = m.start()(model, None)
-        if isinstance(drafter, SelfDraft | ModelDraft):
-            costs = byte_costs(drafter.model)
-            subs = drafter.sublayers or range(2 * drafter.model.c.n_layers)
-            r["bytes"] = costs.step(subs) * costs.whole / byte_costs(model).whole
+def table_of(a, model, found, others, prompts, probs, title):
+    """{name: row} of all ways to decode on prompts of one kind."""
+    # what a GPU has not recorded by then is eager
+    model.rehearse(lambda: [write(model, drafter, probs, prompts[0], 0, a.new)
+                            for plan in found.values()
+                            for drafter in (plan.make(), *plan.parts())])
+    ways = {name: ours(model, plan, probs) for name, plan in found.items()} | others
+    samples = measure(ways, prompts, a.new, a.repeats or 1, title)
+    return {name: row(runs, samples["plain"]) for name, runs in samples.items()}
+
+
+def rate(samples):
+    return statistics.median(len(s.ids) / s.seconds for s in samples)
+
+
+def row(runs, plain):
+    """The figures of one way, from the Samples of each prompt. The ratio is a geometric mean over
+    the prompts, so that the quotient of two rows is one of paired ratios."""
+    samples = sum(runs, [])
+    ratios = [rate(some) / rate(others) for some, others in zip(runs, plain, strict=True)]
+    r = {"tokens_per_second": rate(samples), "ratio": statistics.geometric_mean(ratios),
+         "ratios": ratios, "texts": [some[0].ids for some in runs]}
+    turns = [turn for s in samples for turn in s.rounds]
+    if turns:
+        r["tau"] = sum(len(s.ids) for s in samples) / len(turns)
+    most = max((proposed for _, proposed in turns), default=0)
+    if most:
+        tested = [sum(min(n, k + 1) > i for k, n in turns) for i in range(most)]
+        kept = [sum(k > i for k, _ in turns) for i in range(most)]
+        r["tested"] = sum(kept) / sum(tested)       # alpha, of all tokens that were tested
+        r["places"] = " / ".join(f"{k / n:.2f}" for k, n in zip(kept, tested, strict=True) if n)
+        r["c"], r["block"] = prices(samples, sum(plain, []))
     return r
 
 
-def opened(a, tokenizer):
-    """({dtype: (model, None)}, {dtype: small model}): as timed, and also in float64 if a row of
-    logits depends on its block."""
-    models = {}
-    smalls = {}
-    for dtype in (a.dtype, "float64"):
-        m = load(a, dtype)[0]
-        if a.dither:
-            dither(m)
-        if dtype == a.dtype:
-            m = fuse(m)
-            m = fast(m) if a.fast else m
-        models[dtype] = m, None
-        if a.draft_model:
-            smalls[m.tok.dtype] = load_small(a.draft_model, m, tokenizer)
-        if m.replays() and not m.tok.is_cuda:
-            break
-    return models, smalls
+def prices(samples, plain):
+    """(what a drafted token takes, what a round takes beside its drafts), in rounds of plain
+    decoding."""
+    one = sum(s.seconds for s in plain) / sum(len(s.rounds) for s in plain)
+    drafting = sum(s.drafting for s in samples)
+    proposed = sum(n for s in samples for _, n in s.rounds)
+    rest = sum(s.seconds for s in samples) - drafting
+    return drafting / proposed / one, rest / sum(len(s.rounds) for s in samples) / one
 
 
-def run_real(a):
-    llamas = {}
-    if any("llama.cpp" in word for word in a.only or ()):
-        llamas = llamacpp.opened(2048, a.gguf)
+def promised(model, plan, r):
+    """What of a fixed draft is known by bytes, and what the formula makes of its alpha, c and
+    block."""
+    how = plan.options
+    if not how.gamma or how.rule or how.tree or plan.kind in VARY or "c" not in r:
+        return {}
+    found = {"predicted": expected_speedup(r["tested"], how.gamma, r["c"], r["block"])}
+    drafter = plan.make()
+    if type(drafter) in (SelfDraft, ModelDraft):
+        costs = byte_costs(drafter.model)
+        subs = drafter.sublayers or range(2 * drafter.model.c.n_layers)
+        read = costs.step(subs, drafter.model.share) * costs.whole
+        found["bytes"] = read / byte_costs(model).whole
+    return found
+
+
+def opened(a, dtype):
+    model, _ = load(a, dtype)
+    if a.dither:
+        dither(model)
+    return model
+
+
+def run(a):
+    lines = lines_of(a)
+    names = named([*lines, *((*THEIRS, *llamacpp.NAMES) if a.only else ())], a.only)
+    options = {name: options_of(a, line) for name, line in lines.items() if name in names}
+    check_folder(Path(a.model))
+    others = {}
+    if set(names) & set(llamacpp.NAMES):
+        others |= llamacpp.ways(a, names)
+    tokenizer = read_tokenizer(Path(a.model))
+    prompts = {kind: prompts_of(a, kind, tokenizer) for kind in kinds_of(a)}
+    model = fuse(opened(a, a.dtype))
+    if set(names) & set(THEIRS):
+        others |= theirs(a, names, max(1, model.c.n_layers // 6))
+    model = fast(model) if a.fast else model
+    bits = model.replays() and not model.tok.is_cuda
+    if not bits:
+        check_in_double(a, options, tokenizer, prompts)
+    found = {name: Plan(some, model, tokenizer) for name, some in options.items()}
+    measure({name: ours(model, plan, to_probs) for name, plan in found.items()} | others,
+            next(iter(prompts.values()))[:1], SHORT, 1)         # a warm-up
     began = time.perf_counter()
     results = {}
-    tokenizer = read_tokenizer(Path(a.model))
-    prompts = {kind: chat_ids(a, kind, tokenizer) for kind in a.prompts or KINDS}
-    models, smalls = opened(a, tokenizer)
-    model = models[a.dtype][0]
-    where = Path(a.heads or f"{a.model}/heads")
-    trained = {}
-    for file in sorted(where.glob(f"*/{heads.FILE}")):
-        trained[file.parent.name] = {
-            m.tok.dtype: heads.load(file.parent, m) for m, _ in models.values()}
     for T, kind in product((0.0, 0.8), prompts):
-        methods = ways(model, trained, smalls)
-        flags = {"temperature": T} if T else {}
-        bench = Bench(models, prompts[kind], flags, a.new, a.repeats or 1, judge=verify_block,
-                      warm=not results)
-        theirs = {}
-        if a.only and not T:
-            theirs = their_methods(a, bench, max(1, model.c.n_layers // 6))
-            theirs |= llamacpp.ways(llamas, model.c, a.new)
-            check_only(a.only, methods | theirs)
-        rows = bench.table(chosen(methods | theirs, a.only), (), kind, checked=[0])
         title = f"{Path(kind).stem}, T {T:g}"
-        results[title] = {name: promise(model, methods.get(name), r) for name, r in rows.items()}
-        found = ", ".join(f"{name} {r['ratio']:.2f}" for name, r in rows.items())
-        note("real", f"{title}, after {time.perf_counter() - began:.0f} s: {found}")
-    lines = header(a, a.repeats or 1, checked="to the bit" if len(models) == 1 else (
-        "in float64 on the first prompt of each kind"))
+        probs = partial(to_probs, temperature=T)
+        rows = table_of(a, model, found, {} if T else others, prompts[kind], probs, title)
+        if bits and not T:
+            check_texts({name: rows[name]["texts"] for name in found}, f"on {kind}")
+        for name, r in rows.items():
+            del r["texts"]
+            if name in found:
+                r |= promised(model, found[name], r)
+        results[title] = rows
+        gains = ", ".join(f"{name} {r['ratio']:.2f}" for name, r in rows.items())
+        note("real", f"{title}, after {time.perf_counter() - began:.0f} s: {gains}")
+    head = [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} "
+            f"new tokens, {a.repeats or 1} interleaved runs: medians, of ratios the geometric mean "
+            "over the prompts; every greedy text of ours is that of plain decoding "
+            f"{'to the bit' if bits else 'in float64 on the first prompt of each kind'}", ""]
     if a.dither:
-        lines += ["The target's weights got noise as wide as a step of int4.", ""]
-    lines += tables(results, COLUMNS)
-    return page(lines + llamacpp.blocks(llamas)), {"results": results}
+        head += ["The target's weights got noise as wide as a step of int4.", ""]
+    return page(head + tables(results, COLUMNS)), {"results": results}

@@ -2,7 +2,6 @@
 Its regret is how far the best set it has seen is from the best there is."""
 import statistics
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -11,20 +10,17 @@ import torch
 from tqdm import tqdm
 
 from control import weight_costs
-from lab.bench.costs import against_plain
-from lab.bench.shared import ROOT, WEIGHTS, figures, load, page, prompt_ids, read_prompts, table
-from layerskip import SelfDraft, early_exit
+from lab.bench.shared import ROOT, WEIGHTS, load, page, read_prompts, table
 from search import Calibration, Space, Trial, search, speedup
-from support.measure import measure_costs
 
 LANDSCAPE = ROOT / "notebooks" / "landscape.npz"
-BUDGETS, SEEDS, TRIALS = (25, 50, 100), 20, 200
+BUDGETS, SEEDS = (25, 50, 100), 20
 
 
 @dataclass(frozen=True)
 class Bands(Space):
-    """Sets of which every one can be scored: bit j skips all of `bands[j]`, of which `skippable[j]`
-    is the first."""
+    """So few sets that every one can be scored. Bit j skips all of `bands[j]`, of which
+    `skippable[j]` is the first."""
     bands: tuple[tuple[int, ...], ...] = ()
 
     def sublayers(self, z):
@@ -49,8 +45,8 @@ def bits(number, n):
 
 
 def enumerate_sets(space, calibration, costs):
-    """alpha, c, gamma, speed-up of every set; set number k skips the bits of
-    k. Four arrays (2^n,)."""
+    """alpha, c, gamma and speed-up of every set, four arrays (2^n,). Set number k skips the bits
+    of k."""
     rows = []
     for k in tqdm(range(1 << len(space.skippable)), desc="every set", disable=None):
         t = speedup(calibration, costs, space.sublayers(bits(k, len(space.skippable))))
@@ -58,8 +54,7 @@ def enumerate_sets(space, calibration, costs):
     return dict(zip(("alpha", "c", "gamma", "speedup"), np.array(rows).T, strict=True))
 
 
-# --- the competitors: what each set is worth that they try, in turn; `worth` is of a tuple of n
-# bits
+# --- the competitors return the worth of each set that they try, in turn
 
 
 def random_search(space, worth, seed, count):
@@ -82,8 +77,8 @@ METHODS = {"Gaussian process": gaussian_process, "random": random_search}
 
 
 def run_method(method, space, worth, seed, count):
-    """The best value seen after each of `count` evaluations; where all sets are
-    tried sooner, it stays."""
+    """The best value seen after each of `count` evaluations. It stays where all sets are tried
+    sooner."""
     best = list(accumulate(method(space, worth, seed, count), max))
     return best + best[-1:] * (count - len(best))
 
@@ -100,25 +95,6 @@ def regrets(space, land):
     return {name: curves(name, method) for name, method in METHODS.items()}
 
 
-def over_everything(a, model, calibration, prompts):
-    """All 2L bits but the first two, with measured costs. The search is compared with the best
-    early exit."""
-    L, costs = model.c.n_layers, measure_costs(model, repeats=100)
-    space, score = Space(L, tuple(range(2, 2 * L))), partial(speedup, calibration, costs)
-    exits = [early_exit(L, e) for e in range(1, L)]
-    found = max(search(space, score, TRIALS), key=lambda e: e["speedup"])["bits"]
-    sets = {"found by the search": space.sublayers([int(b) for b in found]),
-            "best early exit": max(exits, key=lambda subs: score(subs).speedup)}
-    seen = {}
-    for name, subs in sets.items():
-        t = score(subs)
-        drafter = partial(SelfDraft, model, subs, t.gamma)
-        _, measured = against_plain(model, prompts, drafter, a.new, a.repeats or 3)
-        seen[name] = {"sublayers": subs, "alpha": t.alpha, "c": t.cost, "gamma": t.gamma,
-                      "predicted": t.speedup, "measured": measured}
-    return seen
-
-
 def landscape(a, space, calibration, costs):
     """What every set is worth, from the file, which only the shipped Llama has, or scored anew."""
     shipped = Path(a.model).resolve() == WEIGHTS / "stories-llama"
@@ -131,30 +107,18 @@ def landscape(a, space, calibration, costs):
 
 
 def run(a):
-    model, tokenizer = load(a)
-    exact, _ = load(a, "float32")  # whose scores do not hang on rounding
+    # in float32, so that scores do not hang on rounding
+    model, tokenizer = load(a, "float32")
+    space = bands(model.c.n_layers)
     documents = [line["text"] for line in read_prompts("stories")]
-    prompts = prompt_ids("stories", tokenizer, model.c)
-    space, costs = bands(model.c.n_layers), weight_costs(model.c)
-    calibration = Calibration(exact, tokenizer, documents, 512)
-    land = landscape(a, space, calibration, costs)
+    calibration = Calibration(model, tokenizer, documents, 512)
+    land = landscape(a, space, calibration, weight_costs(model.c))
     optimum = float(land["speedup"].max())
-    best = bits(int(land["speedup"].argmax()), len(space.skippable))
-    data = {"optimum": optimum, "optimum_set": space.sublayers(best),
-            "curves": regrets(space, land),
-            "everything": over_everything(a, model, calibration, prompts)}
-    return markdown(a, land, data), data
-
-
-EVERY = {"kept": "{kept}", "alpha": "{alpha:.3f}", "c": "{c:.3f}", "gamma": "{gamma}",
-         "promised": "{predicted:.2f}", "measured": "{measured:.2f}"}
-
-
-def markdown(a, land, data):
-    optimum, curves = data["optimum"], data["curves"]
+    kept = space.sublayers(bits(int(land["speedup"].argmax()), len(space.skippable)))
+    curves = regrets(space, land)
     lines = [f"{a.model}; all {len(land['c']):,} sets of groups of sub-layers: the best, which "
-             f"keeps {' '.join(map(str, data['optimum_set']))}, promises {optimum:.4f}, the median "
-             f"set {np.median(land['speedup']):.4f}; {SEEDS} seeds; {a.machine}", ""]
+             f"keeps {' '.join(map(str, kept))}, promises {optimum:.4f}, the median set "
+             f"{np.median(land['speedup']):.4f}; {SEEDS} seeds", ""]
     head = ["method", *(f"regret at {b}" for b in BUDGETS), *(f"optimum by {b}" for b in BUDGETS),
             "within 1 %, median evaluations"]
     rows = []
@@ -164,7 +128,5 @@ def markdown(a, land, data):
         rows.append([name, *(f"{statistics.median(r):.4f}" for r in at),
                      *(f"{sum(x < 1e-9 for x in r) / len(r):.0%}" for r in at),
                      f"{near:.0f}" if near <= max(BUDGETS) else "never"])
-    lines += table(head, rows)
-    sets = [(name, r | {"kept": " ".join(map(str, r["sublayers"]))})
-            for name, r in data["everything"].items()]
-    return page(lines + figures(sets, EVERY, f"{TRIALS} trials, all sub-layers but 0 and 1"))
+    return page(lines + table(head, rows)), {"optimum": optimum, "optimum_set": kept,
+                                             "curves": curves}

@@ -1,21 +1,21 @@
-"""The models, prompts, forecasts and tables that the benchmarks share."""
+"""The models, prompts and tables that the benchmarks share."""
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 import checkpoint
-from control import best_along
-from machine.exact import fast
 from model import Config, Transformer
-from support.cli import read_beside
-from support.texts import read_prompts
+from support.chat import read_template
+from support.texts import PROMPTS, read_prompts, read_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = ROOT / "weights"
 DEFAULT = os.path.relpath(WEIGHTS / "stories-llama")    # of --model
-SETS = "stories", "dialogues", "maths", "code"
+SETS = "stories", "dialogues", "maths", "code"      # texts that a base model continues
+CHATS = "chat", "summaries", "code_edits", "maths", "translation", "json"   # questions
 LLAMA = Config(vocab_size=128_256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64,
                hidden_dim=8192, max_len=4096, tied=True)
 GEMMA = Config(vocab_size=256_000, dim=2304, n_layers=26, n_heads=8, n_kv_heads=4, head_dim=256,
@@ -37,20 +37,17 @@ SHAPES = {
                            hidden_dim=13824, **SEED)}
 
 
+class Sample(NamedTuple):
+    """One prompt continued once."""
+    ids: list
+    seconds: float          # after the prompt was read
+    drafting: float = 0.0   # of these
+    rounds: tuple = ()      # (accepted, proposed)
+
+
 def load(a, dtype=None, folder=None):
-    """(model, tokenizer) of the flags, or in another dtype, or from another folder."""
+    """(model, tokenizer), in the dtype and from the folder of the flags unless others are given."""
     return checkpoint.load(folder or a.model, a.device, getattr(torch, dtype or a.dtype))
-
-
-def load_both(a, small=None):
-    """({dtype: (model, small model or None)}, tokenizer): as timed (--fast: in fast
-    passes), and in float64."""
-    models = {}
-    for dtype in (a.dtype, "float64"):
-        model, tokenizer = load(a, dtype)
-        model = fast(model) if a.fast and dtype == a.dtype else model
-        models[dtype] = model, small and model.alongside(load(a, dtype, small)[0])
-    return models, tokenizer
 
 
 def random_model(c, dtype=torch.float32, seed=0, device="cpu"):
@@ -59,7 +56,6 @@ def random_model(c, dtype=torch.float32, seed=0, device="cpu"):
     with torch.device("meta"):
         model = Transformer(c).requires_grad_(False).eval()
     model = model.to(dtype).to_empty(device=device)
-    model.scale.fill_(c.embed_scale)  # trap: `to_empty` forgets buffers too
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.02) if p.dim() > 1 else torch.nn.init.constant_(
             p, 1 - c.norm_offset)
@@ -71,16 +67,35 @@ def prompt_ids(name, tokenizer, c):
     return [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts(name)]
 
 
-def forecast(series, cost, pass_cost=lambda T: 1.0):
-    """(alpha, best gamma, speed-up at it) of series of acceptances, one a text, where a drafted
-    step costs `cost` and a pass over T tokens pass_cost(T)."""
-    return float(torch.cat(series).mean()), *best_along(series, cost, pass_cost=pass_cost)
+def template_of(folder):
+    """The chat template of a model, or None of a base model."""
+    try:
+        return read_template(folder)
+    except ValueError:
+        return None
 
 
-def beside(a, name, given, read, size):
-    """read(FILE, size) of the file that a flag gave, or of NAME.json beside the weights; None where
-    there is neither."""
-    return read(given, size) if given else read_beside(Path(a.model) / f"{name}.json", read, size)
+def kinds_of(a):
+    """The kinds of prompts: those of --prompts, or what suits the model."""
+    return a.prompts or (CHATS if template_of(a.model) else SETS)
+
+
+def prompts_of(a, kind, tokenizer):
+    """The first a.quick prompts of a kind or of a file, as ids. A chat model gets them in its
+    template, and of a kind that is in both folders the one in lab/prompts."""
+    render = template_of(a.model)
+    folders = [PROMPTS, ROOT / "lab" / "prompts"]
+    if render:
+        folders.reverse()
+    files = [*(folder / f"{kind}.jsonl" for folder in folders), Path(kind)]
+    path = next((file for file in files if file.is_file()), None)
+    if path is None:
+        raise ValueError(f"--prompts {kind}: neither a file nor one of "
+                         f"{', '.join(dict.fromkeys(CHATS + SETS))}")
+    texts = read_texts(path, "prompt", "\n")[: a.quick]
+    if render:
+        texts = [render([{"role": "user", "content": text}]) for text in texts]
+    return [checkpoint.encode(tokenizer, text, special=not render) for text in texts]
 
 
 def table(head, rows):

@@ -1,17 +1,12 @@
-"""What a sparse draft reads, how often it is accepted, what it is worth by bytes; streams that
-teach their model; and `lab.bench beyond` as a whole."""
-from copy import deepcopy
-from dataclasses import replace
-
-import promises
+"""How often a sparse draft is accepted, and what it is worth by bytes; streams that teach their
+model; and `lab.bench beyond` as a whole."""
 import pytest
 import torch
 import torch.nn.functional as F
-from test_heads import Turns, wild
-from tiny import PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, warm
+from test_heads import wild
+from tiny import each_family, warm
 
 from control import Costs, expected_tokens
-from drafter import NGram
 from lab import train
 from lab.bench import __main__ as bench
 from lab.bench import beyond
@@ -19,44 +14,8 @@ from lab.bench.shared import WEIGHTS
 from lab.sparse import SparseDraft, step_cost
 from lab.train_heads import judged
 from lab.transfer import Transfer
-from layerskip import SelfDraft
-from methods.trees import Siblings
-from sampling import Coins
 from search import Teacher
 from speculative import rounds
-
-test_greedy_identity = promises.greedy_identity({
-    "in turns": lambda m: Turns(SparseDraft(m, 3, 1, 3), SelfDraft(m, range(8), 3), NGram(3, 1))})
-test_poison = promises.poison({"sparse": lambda m: SparseDraft(m, 4, 1, 3)})
-test_one_wait_per_round = promises.one_wait_a_round({"sparse": lambda m: SparseDraft(m, 4, 1, 3)})
-test_exact_law = promises.exact_law({
-    "siblings": (TINY, lambda m: Siblings(SparseDraft(m, 1, 0, 1), [1])),
-    "gemma2": (TINY_GEMMA, lambda m: SparseDraft(m, Unsure(2), 1, 1))}, count=2)
-
-
-@each_family
-@pytest.mark.parametrize("sinks, window", [(2, 3), (0, 2), (1, 99)])
-def test_a_draft_reads_its_sinks_and_its_window_and_nothing_else(models, family, sinks, window):
-    """Spoil one slot after the other. The draft changes if it is to read it, and otherwise not a
-    bit."""
-    m = models[family]
-    state, _ = next(rounds(m, PROMPTS, 9))
-    drafter = SparseDraft(m, 1, sinks, window)
-    cache = state.cache
-    drafter.begin(state, {})
-
-    def drafted():
-        now = replace(state, cache=deepcopy(state.cache), coins=Coins(0), probs=warm)
-        return drafter.propose(now).q
-
-    want = drafted()
-    for j in range(max(map(len, state.known)) - 1):
-        state.cache = deepcopy(cache)
-        state.cache.v[:, :, :, j] += 3.0
-        changed = (drafted() != want).flatten(1).any(1).tolist()
-        for text, was in zip(state.known, changed, strict=True):
-            own = len(text) - 1
-            assert was == (j < own and (j < sinks or own - j < window)), (j, len(text))
 
 
 @each_family

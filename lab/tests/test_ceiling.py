@@ -1,16 +1,18 @@
-"""The most that a draft can bring, against every continuation of a small model; and what `check`
-reads."""
+"""The most that a draft can bring, compared with every continuation of a small model; and how many
+passes `check` takes."""
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from tiny import PROMPTS, command
+from test_quant import dense
+from tiny import FAMILIES, PROMPTS, command, each_family, make, warm
 
 from control import weight_costs
 from lab.bench import __main__ as bench
 from lab.bench import ceiling
 from lab.bench.shared import WEIGHTS
+from machine.quant import quantise
 from model import Transformer
 from sampling import to_probs
 from search import Teacher
@@ -21,8 +23,8 @@ call = command(bench.main)
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_no_tree_of_three_tokens_beats_the_best_tree(models, family):
-    """The sum of the three largest chances of all continuations of up to three
-    tokens, at two places."""
+    """The sum of the three largest chances of all continuations of up to three tokens, at two
+    places."""
     m = models[family]
     V = m.c.vocab_size
     spots = []
@@ -42,11 +44,21 @@ def test_no_tree_of_three_tokens_beats_the_best_tree(models, family):
 
 
 def test_what_lookup_copies_along_a_text(models):
-    """After 5 6 5 it copies the 6, and after 5 6 5 6 the 5. After 5 6 and after the
-    1 nothing is found."""
+    """After 5 6 5 it copies the 6, and after 5 6 5 6 the 5. After 5 6 and after the 1 nothing is
+    found."""
     text = Teacher(models["llama"], [5, 6, 5, 6, 1], sampled)
     p = text.p[0].tolist()
     assert ceiling.copied(text, 2).tolist() == pytest.approx([0, p[2][6], p[3][5], 0])
+
+
+@each_family
+def test_the_acceptance_of_a_copy_is_that_of_its_first_tokens(family):
+    m = make(FAMILIES[family])
+    twin = quantise(m, "nf4")
+    teacher = Teacher(m, PROMPTS[0], warm)
+    said = [warm(model(torch.tensor([PROMPTS[0]]))) for model in (m, dense(twin))]
+    assert ceiling.acceptance(teacher, twin).tolist() == pytest.approx(
+        torch.minimum(*said)[0].sum(-1).tolist())
 
 
 def test_check_reads_a_model_in_few_passes(call, monkeypatch):
@@ -58,5 +70,3 @@ def test_check_reads_a_model_in_few_passes(call, monkeypatch):
     status, out, _ = call("check", "--model", WEIGHTS / "stories-draft")
     assert status == 0 and "| itself in int4 |" in out and "| any 16 tokens |" in out
     assert len(passes) < 320
-    status, out, _ = call("help", "--model", WEIGHTS / "stories-draft", "--new", "8")
-    assert status == 0 and "| lookup | 0.00 | " in out

@@ -13,6 +13,7 @@ from kvcache import KVCache
 from lab.bench import __main__ as bench
 from lab.bench import check
 from lab.bench.check import RIGHT, WRONG
+from lab.bench.shared import WEIGHTS
 from layerskip import SelfDraft
 
 COMMON = dict(vocab_size=64, max_len=128, bos=0, eos=(1,), norm_eps=1e-2)
@@ -131,7 +132,7 @@ def test_another_tokenization_and_another_chat_are_caught(call, asked, monkeypat
     encode, read, folder = checkpoint.encode, check.read_template, asked["llama"][0]
     ours = checkpoint.read_tokenizer(folder)
     theirs = AutoTokenizer.from_pretrained(folder)
-    rows = check.check_chats(bench.WEIGHTS / "stories-llama", ours, theirs)
+    rows = check.check_chats(WEIGHTS / "stories-llama", ours, theirs)
     assert wrong(rows) == ["chat template"], "they find one, we do not"
     monkeypatch.setattr(check, "read_template", lambda f: lambda m, more=True: read(f)(m, True))
     assert wrong(check.check_chats(folder, ours, theirs)) == ["chat template: an answer"]

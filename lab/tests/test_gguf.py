@@ -8,13 +8,14 @@ import gguf
 import pytest
 import torch
 from stories import story_tokenizer
-from tiny import LIVELY, QWEN, make
+from tiny import LIVELY, QWEN, command, make
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
 import checkpoint
 from lab import gguf as ours
 from support.chat import read_template
 
+call = command(ours.main)
 C = replace(LIVELY["llama"], vocab_size=303, bos=0, eos=(0,))
 SCRIPTS = [
     "It's 12345 o'clock; I'LL go, THEY'D stay.", "Zażółć gęślą jaźń", "Привет, мир! Ёлка",
@@ -35,21 +36,16 @@ def write(path, m, tokenizer, arch="llama", pre="gpt-2", kind="gpt2", scaled=Fal
     types = [1] * len(vocab) + [5] * (c.vocab_size - len(vocab))
     for i, token in tokenizer.get_added_tokens_decoder().items():
         types[i] = 3 if token.special else 4
-    for add, value in ((writer.add_block_count, c.n_layers), (writer.add_context_length, c.max_len),
-                       (writer.add_embedding_length, c.dim),
-                       (writer.add_feed_forward_length, c.hidden_dim),
-                       (writer.add_head_count, c.n_heads), (writer.add_head_count_kv, c.n_kv_heads),
-                       (writer.add_key_length, c.head_dim),
-                       (writer.add_rope_freq_base, c.rope_theta),
-                       (writer.add_layer_norm_rms_eps, c.norm_eps),
-                       (writer.add_tokenizer_model, kind),
-                       (writer.add_tokenizer_pre, pre), (writer.add_token_list, tokens),
-                       (writer.add_token_types, types),
-                       (writer.add_token_merges, [" ".join(pair) for pair in parts["merges"]]),
-                       (writer.add_add_bos_token, arch == "llama"),
-                       (writer.add_bos_token_id, c.bos), (writer.add_eos_token_id, c.eos[0]),
-                       (writer.add_chat_template, "{{ messages[0]['content'] }}")):
-        add(value)
+    given = {"block_count": c.n_layers, "context_length": c.max_len, "embedding_length": c.dim,
+             "feed_forward_length": c.hidden_dim, "head_count": c.n_heads,
+             "head_count_kv": c.n_kv_heads, "key_length": c.head_dim,
+             "rope_freq_base": c.rope_theta, "layer_norm_rms_eps": c.norm_eps,
+             "tokenizer_model": kind, "tokenizer_pre": pre, "token_list": tokens,
+             "token_types": types, "token_merges": [" ".join(pair) for pair in parts["merges"]],
+             "add_bos_token": arch == "llama", "bos_token_id": c.bos, "eos_token_id": c.eos[0],
+             "chat_template": "{{ messages[0]['content'] }}"}
+    for name, value in given.items():
+        getattr(writer, f"add_{name}")(value)
     if scaled:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
     for name, piece in checkpoint.parts(m):
@@ -76,8 +72,7 @@ def test_the_folder_holds_the_model_of_the_file(tmp_path):
     write(tmp_path / "m.gguf", m, tokenizer)
     assert ours.main([str(tmp_path / "m.gguf"), str(tmp_path / "out")]) == 0
     got, read = checkpoint.load(tmp_path / "out", "cpu")
-    assert got.c == C
-    assert same(got, m)
+    assert got.c == C and same(got, m)
     text = "Lily saw a big dog.\n  It was 12 years old<|endoftext|>."
     assert checkpoint.encode(read, text) == checkpoint.encode(tokenizer, text)
     assert read_template(tmp_path / "out")([{"role": "user", "content": "Hi"}]) == "Hi"
@@ -110,23 +105,14 @@ def test_a_qwen2_has_the_weights_and_ids_of_transformers(tmp_path, tied):
     assert len(read.get_vocab()) == len(theirs), "the rows that only pad the matrices are no tokens"
 
 
-@pytest.mark.parametrize("changes, words", [({"arch": "gemma2"}, "architecture is gemma2"),
-                                            ({"kind": "llama"}, "its tokenizer is llama"),
-                                            ({"scaled": True}, "scaled rotary angles")])
-def test_what_is_not_read_is_named(tmp_path, capsys, changes, words):
-    write(tmp_path / "m.gguf", make(C), story_tokenizer(), **changes)
-    assert ours.main([str(tmp_path / "m.gguf"), str(tmp_path / "out")]) == 2
-    assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-def test_a_file_of_something_else(tmp_path, capsys):
-    (tmp_path / "m.gguf").write_text("no model")
-    assert ours.main([str(tmp_path / "m.gguf"), str(tmp_path / "out")]) == 2
-    assert "not a readable GGUF file" in capsys.readouterr().err
-
-
-def test_without_its_package(tmp_path, capsys, monkeypatch):
+def test_what_is_not_read_is_named(call, tmp_path, monkeypatch):
+    path, out = tmp_path / "m.gguf", tmp_path / "out"
+    for changes, words in (({"arch": "gemma2"}, "architecture is gemma2"),
+                           ({"kind": "llama"}, "its tokenizer is llama"),
+                           ({"scaled": True}, "scaled rotary angles")):
+        write(path, make(C), story_tokenizer(), **changes)
+        call.refuses([path, out], tmp_path, words)
+    path.write_text("no model")
+    call.refuses([path, out], tmp_path, "not a readable GGUF file")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert ours.main([str(tmp_path / "m.gguf"), str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert said == "gguf.py: the package gguf is not installed: pip install gguf\n"
+    call.refuses([path, out], tmp_path, "the package gguf is not installed: pip install gguf")

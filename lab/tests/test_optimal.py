@@ -1,15 +1,19 @@
 """The linear program against what is known. Block verification is the optimum of a chain, siblings
-are a flow. And what the page says."""
+are a flow. What the page says. And SpecTr's k-SEQ by all its outcomes."""
+from itertools import combinations_with_replacement
+from math import factorial
 from pathlib import Path
 
 import networkx
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import command, wide
+from tiny import command, law, wide
 
 from lab import optimal
 from lab.optimal import accepted, agreement, chain_rule, gain, largest, optimum, pair, rules
+from lab.spectr import PAIRS, chances, k_seq
 from methods.trees import verify_tree
 from verification import verify, verify_block
 
@@ -66,9 +70,9 @@ def test_the_answers_of_the_exercise():
     steps = [i / 10 for i in range(1, 10)]
     gains = (gain([a, 1 - a], [b, 1 - b]) for a in steps for b in steps)
     assert max(block - single for single, block in gains) < 0.125
-    law = dict.fromkeys([(0,), (1,), (0, 0), (0, 1), (1, 0)], wide([1, 0])) | {(): wide([0.5, 0.5])}
+    p = dict.fromkeys([(0,), (1,), (0, 0), (0, 1), (1, 0)], wide([1, 0])) | {(): wide([0.5, 0.5])}
     draft = {(): wide([1, 0]), **dict.fromkeys([(0,), (1,)], wide([0.5, 0.5]))}
-    one, two = (accepted(judge, law, draft, [0, 1])
+    one, two = (accepted(judge, p, draft, [0, 1])
                 for judge in (verify_tree, chain_rule(verify_block)))
     assert (one, two) == pytest.approx((0.75, 1.0))
 
@@ -81,3 +85,58 @@ def test_the_command_prints_what_the_page_says(call):
     for words in (["--pairs", 0], ["--p", 0.5, 0.6, "--q", 1, 0], ["--p", 0.5, 0.5]):
         with pytest.raises(ValueError, match="must be"):
             optimal.main([str(word) for word in words])
+
+
+# --- several drafts of one place
+
+
+LAWS = [(wide(p), wide(q)) for p, q in [*PAIRS.values(), ([0.0, 0.4, 0.6], [0.5, 0.0, 0.5]),
+                                        ([1.0, 0.0, 0.0], [0.0, 0.5, 0.5]), ([0.2, 0.3, 0.5],) * 2]]
+
+
+def each(test):
+    """With each pair and one to three drafts."""
+    return pytest.mark.parametrize("k", [1, 2, 3])(
+        pytest.mark.parametrize("p, q", LAWS, ids=str)(test))
+
+
+def drawn(q, k, coins):
+    """k independent drafts. (1, k)"""
+    return torch.stack([coins.choose(q) for _ in range(k)])[None]
+
+
+@each
+def test_k_seq_writes_p_and_keeps_what_the_formula_says(p, q, k):
+    """So do siblings in turn, which keep no more; neither exceeds the optimum."""
+    def once(coins):
+        first, token = k_seq(p[None], q[None], drawn(q, k, coins), coins)
+        return int(token), int(first) < k
+
+    def in_turn(coins):
+        tokens = drawn(q, k, coins)
+        node, token = verify_tree(p.expand(1, k + 1, 3), tokens, torch.zeros_like(tokens), coins,
+                                  q.expand(1, k, 3))
+        return int(tokens[0, node - 1]) if node else int(token), bool(node)
+
+    for run, chance in zip((in_turn, once), chances(p, q, k), strict=False):
+        found = law(run)
+        written = [sum(found.get((t, kept), 0.0) for kept in (False, True)) for t in range(3)]
+        assert written == pytest.approx(p.tolist(), abs=1e-12)
+        assert sum(w for (_, kept), w in found.items() if kept) == pytest.approx(chance, abs=1e-12)
+    turn, seq, most = chances(p, q, k)
+    assert turn <= seq + 1e-12 and seq <= most + 1e-12
+
+
+@each
+def test_the_optimum_is_the_largest_flow_from_sets_of_drafts_to_tokens(p, q, k):
+    graph = networkx.DiGraph()
+    for drafts in combinations_with_replacement(range(3), k):
+        ways = factorial(k)
+        for t in set(drafts):
+            ways //= factorial(drafts.count(t))
+            graph.add_edge(drafts, t)
+        graph.add_edge("drafts", drafts, capacity=float(ways * q[list(drafts)].prod()))
+    for t in range(3):
+        graph.add_edge(t, "text", capacity=float(p[t]))
+    flow = networkx.maximum_flow_value(graph, "drafts", "text")
+    assert chances(p, q, k)[2] == pytest.approx(flow, abs=1e-9)

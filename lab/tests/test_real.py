@@ -43,28 +43,38 @@ def test_the_whole_benchmark(call, tmp_path, folder):
         assert rows["int4, gamma 3"]["tau"] > 2, "it is nearly the model"
         assert rows["int4, gamma 3"]["bytes"] < 0.4
     assert "transformers, plain" in data["results"]["maths, T 0"]
-    status, out, _ = call("block", "--model", folder, "--heads", folder / "heads/eagle", "--quick",
+    status, out, _ = call("block", "--model", folder, "--draft", folder / "heads/eagle", "--quick",
                           "--new", "8", "--prompts", "maths")
-    assert status == 0 and out.startswith("1 prompts") and "| 0.8 | 6 | 1." in out
+    assert status == 0 and "1 prompts" in out and "/heads/eagle | 0.8 | 6 | 1." in out
 
 
 def test_a_small_model_drafts_for_a_real_one_and_texts_agree_to_the_bit(call, tmp_path, folder):
-    """In fast passes the timed texts are checked themselves; a text of a file is a
-    kind of its own."""
+    """In fast passes the timed texts are checked themselves. A file is a kind of its own."""
     (tmp_path / "own.txt").write_text("Who is Lily?\nWhere is Tom?\n")
-    status, out, err = call("real", "--model", folder, "--draft-model", folder, "--fast", "--new",
-                            "8",
-                            "--prompts", tmp_path / "own.txt", "--only", "small model", "int8",
-                            "auto", "--out", tmp_path / "made")
+    status, out, err = call(
+        "real", "--model", folder, "--draft-model", folder, "--fast", "--new", "8", "--prompts",
+        tmp_path / "own.txt", "--only", "small model", "int8", "auto", "--out", tmp_path / "made")
     assert status == 0 and "plain decoding to the bit" in out, err
     rows = json.loads((tmp_path / "made.json").read_text())["results"]["own, T 0"]
-    assert [*rows] == ["plain", "int8, gamma 3", "small model, gamma 3",
-                       "small model in int4, gamma 3", "small model in int4, gamma 5", "auto"]
+    assert {*rows} == {"plain", "int8, gamma 3", "small model, gamma 3",
+                       "small model in int4, gamma 3", "small model in int4, gamma 5", "auto"}
     itself = rows["small model, gamma 3"]
     assert itself["tested"] == itself["bytes"] == 1, "it is the model"
     assert rows["small model in int4, gamma 3"]["bytes"] < 0.4
-    status, _, err = call("real", "--model", folder, "--prompts", "mahts")
-    assert status == 2 and "mahts: neither a file nor one of chat" in err
+
+
+def test_what_follows_draft_in_generate_is_a_way(call, tmp_path, folder):
+    """Also with a rule or a drafter of a file, which lives through the prompts."""
+    lines = "exit --rule lab/rules.py:Gate --gamma 3", "lab/swift.py:SWIFT", "exit --gamma 2"
+    status, _, err = call("real", "--model", folder, "--fast", "--new", "8", "--prompts",
+                          "stories", "--quick", "2", "--draft", *lines, "--out", tmp_path / "made")
+    assert status == 0, err
+    rows = json.loads((tmp_path / "made.json").read_text())["results"]["stories, T 0.8"]
+    names = [*rows]
+    assert names == ["plain", "exit, rule lab/rules.py:Gate, gamma 3", "lab/swift.py:SWIFT",
+                     "exit, gamma 2"]
+    assert all(len(r["ratios"]) == 2 for r in rows.values())
+    assert ["predicted" in rows[name] for name in names] == [False, False, False, True]
 
 
 def test_noise_takes_the_weights_off_the_grid_of_int4(folder):
@@ -94,10 +104,10 @@ def test_llama_cpp_is_asked_for_by_name_and_its_text_ends_where_ours_does(call, 
             yield from (7, 8, 2, 9)
 
     llama = Llama()
-    assert llamacpp.ask(llama, 3, {8}, [1, 5]).ids == [7, 8] and llama.calls == [([1, 5], 0.0)]
-    assert llamacpp.ask(llama, 3, {4}, [1]).ids == [7, 8, 2]
+    assert llamacpp.ask(llama, {8}, [1, 5], 0, 3).ids == [7, 8] and llama.calls == [([1, 5], 0.0)]
+    assert llamacpp.ask(llama, {4}, [1], 0, 3).ids == [7, 8, 2]
     with pytest.raises(ValueError, match="another vocabulary"):
-        llamacpp.ways({"llama.cpp": llama}, checkpoint.read_config(WEIGHTS / "stories-draft"), 3)
+        llamacpp.check_vocabulary(llama, checkpoint.read_config(WEIGHTS / "stories-draft"))
     monkeypatch.setitem(sys.modules, "llama_cpp", None)     # as where it is not installed
     status, _, err = call("real", "--only", "llama.cpp", "--prompts", "maths", "--quick")
     assert status == 2 and "llama_cpp is not installed" in err and "Traceback" not in err

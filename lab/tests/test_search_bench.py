@@ -24,7 +24,7 @@ def test_bands_cover_every_block_but_the_first_once(n_layers):
 @pytest.mark.parametrize("method", [bench.random_search, bench.gaussian_process])
 @pytest.mark.parametrize("count", [13, 50])
 def test_a_method_sees_as_many_sets_as_it_may(method, count):
-    """Each counts once; a budget larger than all of them ends, too."""
+    """Each counts once, and a budget larger than all of them ends."""
     values, asked = planted(5, 1), []
     worth = lambda z: asked.append(z) or values[z]      # noqa: E731
     curve = bench.run_method(method, Space(3, (0, 1, 2, 4, 5)), worth, 7, count)

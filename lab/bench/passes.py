@@ -1,0 +1,225 @@
+"""How long passes take: plain decoding and a prompt compared with transformers, products of few
+rows compared with the time to read their matrices, and the parts of a pass."""
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+import checkpoint
+from control import weight_costs
+from kvcache import KVCache, prefill
+from lab.bench.shared import figures, load, page, table
+from machine.exact import fast
+from machine.fused import fuse
+from machine.quant import KINDS, size
+from machine.rows import call, describe, library, multiplies
+from model import Placement
+from speculative import generate
+from support.measure import interleave, measure_costs
+
+TEXT = ("Once upon a time there was a little girl who lived in a house near the big forest with "
+        "her mother. ")
+ROWS = 1, 2, 3, 4, 5, 8, 16     # of a product
+PROMPTS = 512, 2000, 4000       # tokens
+
+
+# --- plain decoding
+
+
+def their_text(model, ids, new, **flags):
+    """What a model of transformers writes after ids (B, T), greedily. (B, new)"""
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new,
+                          do_sample=False, pad_token_id=0, **flags)[:, ids.shape[1] :]
+
+
+def compiled(theirs, prompt, new):
+    """A function that returns what transformers writes with a cache of fixed size and the step of
+    one token compiled, as its guide to fast decoding says."""
+    from transformers import StaticCache
+    device = theirs.device
+    # trap: a sliding layer counts in Python, and with fixed numbers each token would compile anew
+    one = torch.compile(theirs.forward)
+
+    @torch.no_grad()
+    def write():
+        cache = StaticCache(config=theirs.config, max_cache_len=len(prompt) + new)
+        run = theirs
+        found = []
+        tokens = torch.tensor([prompt], device=device)
+        at = torch.arange(len(prompt), device=device)
+        for _ in range(new):
+            said = run(tokens, past_key_values=cache, cache_position=at, logits_to_keep=1)
+            tokens = said.logits[:, -1:].argmax(-1).clone()
+            at = at[-1:] + 1
+            run = one
+            found.append(tokens)
+        return torch.cat(found, 1)[0].tolist()
+
+    return write
+
+
+def rehearsed(model, prompt, new):
+    """A function that continues the prompt and returns [its ids]. The model, a StandIn, gets ready
+    now."""
+    def write():
+        return generate(model, [prompt], new)[0]
+
+    model.rehearse(write)
+    return write
+
+
+def theirs_of(a, model):
+    """The same model in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(a.model, dtype=model.tok.dtype).to(a.device)
+    theirs.generation_config.eos_token_id = None    # both write all the tokens
+    return theirs
+
+
+def run_plain(a):
+    model, tokenizer = load(a)
+    prompt = checkpoint.encode(tokenizer, TEXT * 4, model.c.bos)[:32]
+    theirs = theirs_of(a, model)
+    ids = torch.tensor([prompt], device=a.device)
+    recorded = rehearsed(fast(model), prompt, a.new)
+    ways = {"transformers": lambda: their_text(theirs, ids, a.new)[0].tolist(),
+            "transformers, compiled": compiled(theirs, prompt, a.new),
+            "ours": lambda: generate(model, [prompt], a.new)[0][0],
+            "ours, fast": lambda: recorded()[0]}
+    texts = {name: way() for name, way in ways.items()}
+    seconds = interleave(ways, a.repeats or 5)
+    rows = {name: {"rate": a.new / seconds[name], "same": agree(texts[name], texts["transformers"]),
+                   "ratio": seconds["transformers"] / seconds[name]} for name in ways}
+    words = (f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; plain decoding, "
+             f"greedy, 32-token prompt, {a.new} new tokens; medians of interleaved runs")
+    columns = {"tokens/s": "{rate:.1f}", "times transformers": "{ratio:.2f}",
+               "same first tokens": "{same}"}
+    return page([words, "", *figures(rows.items(), columns, "way")]), {"ways": rows}
+
+
+def agree(ours, theirs):
+    """How many first tokens are the same."""
+    return next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y), len(ours))
+
+
+# --- a prompt
+
+
+@torch.inference_mode()
+def run_prompts(a):
+    ours = {"explicit attention": load(a)[0], "fused": fuse(load(a)[0])}
+    _, tokenizer = load(a)
+    theirs = theirs_of(a, ours["fused"])
+    ids = checkpoint.encode(tokenizer, TEXT * 1000)
+    rows = []
+    for T in PROMPTS:
+        tokens = torch.tensor([ids[:T]], device=a.device)
+
+        def read(model, tokens=tokens):
+            cache = KVCache(model.c, *tokens.shape, model.attention_dtype(), a.device)
+            return model.unembed(prefill(model, tokens, cache)[:, -1:])
+
+        ways = {"transformers": partial(theirs, tokens, use_cache=True, logits_to_keep=1)}
+        ways |= {name: partial(read, model) for name, model in ours.items()}
+        times = interleave(ways, a.repeats or 5)
+        speeds = [times["transformers"] / times[name] for name in ours]
+        rows.append([str(T), f"{T / times['transformers']:.0f}", *(f"{x:.2f}" for x in speeds)])
+    words = f"reading a prompt; {a.model}, {a.dtype}; {a.machine}; medians of interleaved runs"
+    names = ["tokens", "transformers, tokens/s", *(f"{name}, times as fast" for name in ours)]
+    return page([words, "", *table(names, rows)]), {"rows": rows}
+
+
+# --- products of few rows
+
+
+def reading(count, device):
+    """A function that reads so many bytes as fast as memory allows, for a sum over them."""
+    x = torch.ones(count // 4, device=device)
+    return lambda: x.sum().item()
+
+
+def forms(weights):
+    """{name: the matrices in this form}: as they are, and quantised, without and with a rounded
+    x."""
+    found = {"the loop": weights}
+    for kind in ("int8", "int4"):
+        for rounds, words in (False, ""), (True, ", x rounded"):
+            found[kind + words] = [KINDS[kind](w) for w in weights]
+            for w in found[kind + words]:
+                w.rounds = rounds
+    return found
+
+
+@torch.inference_mode()
+def run_rows(a):
+    """All products that a token needs, by the loops of machine/rows.cpp and by the library."""
+    model, _ = load(a)
+    if not multiplies(model):
+        raise ValueError(f"no loops for {a.dtype} on {a.device}: `rows` needs a CPU, a C++ "
+                         "compiler, and --dtype float32, bfloat16 or float16")
+    weights = [w for b in model.blocks for w in (b.attn.wqkv, b.attn.wo, b.mlp.gate_up, b.mlp.down)]
+    weights.append(model.tok if model.head is None else model.head)
+    dtype = model.tok.dtype
+    xs = {w.shape[1]: torch.randn(max(ROWS), w.shape[1]).to(dtype) for w in weights}
+    kept = forms(weights)       # trap: what `describe` returns holds addresses only
+    bytes_of = {"F.linear": sum(map(size, weights))}
+    bytes_of |= {name: sum(map(size, some)) for name, some in kept.items()}
+
+    def library_product(count):
+        return [F.linear(xs[w.shape[1]][:count], w) for w in weights]
+
+    def by_loops(described, count):
+        return [call(library(), xs[w.k][:count], w, dtype) for w in described]
+
+    ways = {"F.linear": library_product}
+    ways |= {name: partial(by_loops, [describe(w) for w in some]) for name, some in kept.items()}
+    actions = {(name, count): partial(way, count) for name, way in ways.items() for count in ROWS}
+    actions |= {(name, "memory"): reading(bytes_of[name], a.device) for name in ways}
+    times = interleave(actions, a.repeats or 15)
+    lines = []
+    for name in ways:
+        cells = [f"{1e3 * times[name, count]:.2f} ({times[name, count] / times[name, 1]:.2f})"
+                 for count in ROWS]
+        lines.append([name, f"{bytes_of[name] / 1e6:.0f}", f"{1e3 * times[name, 'memory']:.2f}",
+                      *cells])
+    words = (f"{a.model}, {a.dtype}; {a.machine}; ms for all matrices of the blocks and the head "
+             "(relative to one row); to read: a sum over as many bytes")
+    head = ["rows", "MB", "to read", *map(str, ROWS)]
+    data = {f"{name}, {count}": seconds for (name, count), seconds in times.items()}
+    return page([words, "", *table(head, lines)]), {"times": data}
+
+
+# --- the parts of a pass
+
+
+def run_costs(a):
+    model, _ = load(a)
+    if a.fast:
+        model = fast(model)
+    costs = measure_costs(model, repeats=a.repeats or 100)
+    weights = weight_costs(model.c)
+    names = [f"{kind} {i}" for i in range(model.c.n_layers) for kind in ("attention", "MLP")]
+    parts = zip([*names, "head", "all else"],
+                *((*c.sublayers, c.head, c.call) for c in (costs, weights)), strict=True)
+    rows = [[name, f"{1e6 * seconds:.0f}", f"{seconds / costs.whole:.4f}",
+             f"{count / weights.whole:.4f}"]
+            for name, seconds, count in parts]
+    how = "in fast passes, " * a.fast
+    lines = [f"one token after 64 others, {how}{a.model}, {a.dtype}; {a.machine}; medians", "",
+             *table(["part", "microseconds", "share", "share by weights"], rows),
+             *table(["tokens in a block", *(str(T) for T, _ in costs.passes)],
+                    [["relative to one token", *(f"{cost:.2f}" for _, cost in costs.passes)]]),
+             f"Every 1,000 tokens more before it add {1e9 * costs.slot:.0f} microseconds to an "
+             "attention."]
+    return page(lines), {**vars(costs), "unit": "seconds"}
+
+
+def step(model, T, at, sublayers=None):
+    """A pass over T tokens after `at` others, with positions as the loop gives them on this
+    device."""
+    device = model.tok.device
+    here = Placement.span(at, at + T, device)._replace(same=device.type == "cpu")
+    cache = KVCache(model.c, 1, at + T, model.attention_dtype(), device)
+    tokens = torch.full((1, T), 5, device=device)
+    return lambda: model.unembed(model.run(model.embed(tokens), here, cache, sublayers))
