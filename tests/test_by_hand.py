@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from teach import compare, fail, known, no_other_chance, promise, short
+from teach import Mistakes, compare, fail, known, no_other_chance, promise, short
 from test_sampling import ALMOST_ONE, from_p
 from tiny import GEMMA, LLAMA, Fixed, wide
 
 from control import best_along, best_gamma, expected_tokens, expected_tokens_along
-from exercises.answers import Mistakes
 from kvcache import KVCache
 from model import Attention, Placement, RMSNorm, frequencies, rope
 from sampling import Coins, Race, signed, to_probs, uniform

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from teach import fail, promise, same_law
+from teach import Mistakes, fail, promise, same_law
 from tiny import law, plant, wide
 
-from exercises.answers import Mistakes
 from methods.trees import verify_tree
 from sampling import Coins
 from verification import verify
