@@ -51,7 +51,7 @@ class Corpus:
         g = torch.Generator().manual_seed(seed * 1_000_003 + step)
         streams = list(self.train.values())
         sizes = torch.tensor([len(s) for s in streams], dtype=torch.float64)
-        share = torch.tensor(self.weights, dtype=torch.float64) / max(self.weights) * sizes
+        share = torch.tensor(self.weights, dtype=torch.float64) * sizes
         files = torch.multinomial(share, rows, replacement=True, generator=g).tolist()
         where = torch.rand(rows, generator=g, dtype=torch.float64).tolist()
         windows = []

@@ -12,17 +12,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import tokenizers
 import torch
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 import checkpoint
 from model import Config, Transformer
@@ -37,7 +29,7 @@ WHOLE = {checkpoint.EMBED: "token_embd", "model.norm.weight": "output_norm",
 FAMILIES = {    # fields of the Config, and whether rows that rotate together are neighbours
     "llama": ({}, True), "qwen2": ({"qkv_bias": True}, False)}
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
-WORDS = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+WORDS = tokenizers.Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
               r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 SPLITS = {  # what a text is cut into before the merges, by the name of the pre-tokenizer
     "gpt-2": BYTES,
@@ -65,11 +57,6 @@ def their_name(name):
     return f"blk.{layer}.{NAMES[part]}.{kind}"
 
 
-def decimal(x):
-    """The short decimal number that a float32 was made from."""
-    return float(f"{x:.7g}")
-
-
 def read_settings(kv, names):
     """The Config of a GGUF's metadata and the names of its tensors."""
     family = kv.get("general.architecture")
@@ -78,6 +65,9 @@ def read_settings(kv, names):
     get = {key.removeprefix(f"{family}."): value for key, value in kv.items()}
     heads = get["attention.head_count"]
     dim = get["embedding_length"]
+    # a float32 as the short decimal number that it was made from
+    eps, theta = (float(f"{x:.7g}") for x in (get["attention.layer_norm_rms_epsilon"],
+                                              get.get("rope.freq_base", 1e4)))
     if "rope.scaling.type" in get or "rope_freqs.weight" in names:
         raise ValueError("scaled rotary angles are not read")
     tokens = kv["tokenizer.ggml.tokens"]
@@ -88,8 +78,7 @@ def read_settings(kv, names):
                   n_heads=heads, n_kv_heads=get.get("attention.head_count_kv", heads),
                   head_dim=get.get("attention.key_length", dim // heads),
                   hidden_dim=get["feed_forward_length"],
-                  norm_eps=decimal(get["attention.layer_norm_rms_epsilon"]),
-                  rope_theta=decimal(get.get("rope.freq_base", 1e4)), max_len=get["context_length"],
+                  norm_eps=eps, rope_theta=theta, max_len=get["context_length"],
                   tied="output.weight" not in names, bos=kv.get("tokenizer.ggml.bos_token_id"),
                   eos=tuple(i for i in dict.fromkeys(eos) if i is not None), **FAMILIES[family][0])
 
@@ -105,13 +94,14 @@ def read_tokens(kv):
     types = kv.get("tokenizer.ggml.token_type", [1] * len(tokens))
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
     pairs = [tuple(pair.split(" ")) for pair in kv["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab, pairs))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, pairs))
     tokenizer.pre_tokenizer = SPLITS[split]
     tokenizer.decoder = decoders.ByteLevel()
     if split in NORMALISED:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.add_tokens([AddedToken(token, special=types[i] == CONTROL, normalized=False)
-                          for token, i in vocab.items() if types[i] in (CONTROL, OWN)])
+    tokenizer.add_tokens([
+        tokenizers.AddedToken(token, special=types[i] == CONTROL, normalized=False)
+        for token, i in vocab.items() if types[i] in (CONTROL, OWN)])
     if kv.get("tokenizer.ggml.add_bos_token"):
         bos = tokens[kv["tokenizer.ggml.bos_token_id"]]
         tokenizer.post_processor = processors.TemplateProcessing(

@@ -1,5 +1,4 @@
-"""Train tiny models of both families that can be left early, by LayerSkip's recipe (Elhoushi et al.
-2024).
+"""Train tiny Llamas and Gemma-2s that can be left early (LayerSkip, Elhoushi et al. 2024).
 
     python -m lab.train --out my-model --data stories.txt=2 code.txt --valid valid.txt --tokens 8e6
 
@@ -11,6 +10,7 @@ import math
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -183,22 +183,24 @@ def first_model(a, tokenizer, device):
     ask for, with fresh weights."""
     if a.start:
         return long_enough(a, a.start, device)[0].requires_grad_(True)
-    boundary, vocab = tokenizer.token_to_id(BOUNDARY), tokenizer.get_vocab()
+    boundary = tokenizer.token_to_id(BOUNDARY)
     if boundary is None:
         raise ValueError(f"the tokenizer of {a.tokenizer} has no {BOUNDARY} to separate the "
                          "documents")
-    fields = dict(vocab_size=max(vocab.values()) + 1, dim=a.dim, n_layers=a.layers, n_heads=a.heads,
-                  n_kv_heads=a.kv_heads, head_dim=a.dim // a.heads, hidden_dim=a.hidden,
-                  max_len=a.context, tied=True, bos=boundary, eos=(boundary,))
+    c = Config(vocab_size=max(tokenizer.get_vocab().values()) + 1, dim=a.dim, n_layers=a.layers,
+               n_heads=a.heads, n_kv_heads=a.kv_heads, head_dim=a.dim // a.heads,
+               hidden_dim=a.hidden, max_len=a.context, tied=True, bos=boundary, eos=(boundary,))
     if a.family == "gemma2":
-        fields |= dict(norm_eps=1e-6, act="gelu", norm_offset=1.0, embed_scale=a.dim**0.5,
-                       post_norm=True,
-                       query_scale=(a.dim // a.heads) ** -0.5, attn_softcap=50.0,
-                       final_softcap=30.0, window=max(1, a.context // 4))
-    model, g = Transformer(Config(**fields)).float(), torch.Generator().manual_seed(a.seed)
-    for p in model.parameters():    # matrices: normal with a deviation of 0.02; norms multiply by 1
-        fresh = 0.02 * torch.randn(p.shape, generator=g) if p.dim() > 1 else 1 - model.c.norm_offset
-        p.data.copy_(torch.as_tensor(fresh))
+        c = replace(c, norm_eps=1e-6, act="gelu", norm_offset=1.0, embed_scale=a.dim**0.5,
+                    post_norm=True, query_scale=c.head_dim**-0.5, attn_softcap=50.0,
+                    final_softcap=30.0, window=max(1, a.context // 4))
+    model = Transformer(c).float()
+    g = torch.Generator().manual_seed(a.seed)
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.data.copy_(0.02 * torch.randn(p.shape, generator=g))
+        else:
+            p.data.fill_(1 - c.norm_offset)     # norms multiply by 1
     return model.to(device)
 
 
@@ -211,8 +213,8 @@ def long_enough(a, folder, device):
     --context."""
     model, tokenizer = checkpoint.load(folder, device, torch.float32)
     if a.context > model.c.max_len:
-        raise ValueError(
-            f"--context {a.context} exceeds the context of {folder}: {model.c.max_len}")
+        raise ValueError(f"--context {a.context} exceeds the context of {folder}: "
+                         f"{model.c.max_len}")
     return model, tokenizer
 
 
@@ -242,10 +244,6 @@ class Run:
         muon = [torch.optim.Muon(matrices, lr=a.muon_lr, weight_decay=0.0)] if matrices else []
         return self.model, [*muon, adamw(rest, a.lr)]
 
-    def progress(self):
-        """From 0 to 1."""
-        return min(1.0, self.step / self.steps)
-
     def objective(self, batch):
         """(what a step minimises, the loss that is shown) for windows (B, T+1)."""
         a = self.a
@@ -261,7 +259,7 @@ class Run:
         a = self.a
         batch = self.text.batch(a.seed, self.step, a.batch, a.context)
         loss, shown = self.objective(batch.long().to(self.device))
-        left = 1 - self.progress()
+        left = 1 - self.step / self.steps
         scale = min(1.0, (self.step + 1) / max(1, a.warmup), max(0.02, left / a.decay))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.trained.parameters(), CLIP)
@@ -303,10 +301,11 @@ class Run:
 def fresh_run(a, device, text):
     """A Run of which nothing is done. text: the Corpus of the run that is resumed, if one is."""
     if text is None:
-        folder, start = a.start or a.tokenizer, None
+        start = None
         if a.start:     # between two documents stand the end of one and the begin of the next
             c = checkpoint.read_config(Path(a.start))
             start = list(dict.fromkeys(t for t in (*c.eos[:1], c.bos) if t is not None))
+        folder = a.start or a.tokenizer
         tokenizer = checkpoint.read_tokenizer(Path(folder)) if folder else None
         text = corpus.read(a.data, a.valid, a.context, a.vocab, tokenizer, start)
     return Run(a, text, device)
@@ -315,7 +314,9 @@ def fresh_run(a, device, text):
 def open_run(a, fresh=fresh_run):
     """A fresh Run, or with --resume the one that --out holds. Raises ValueError where --out holds
     anything else. fresh(a, device, text of the checkpoint or None) makes a Run."""
-    out, state, text = Path(a.out), None, None
+    out = Path(a.out)
+    state = None
+    text = None
     if out.exists() and any(out.iterdir()):
         if not (a.resume and (out / STATE).is_file()):
             raise ValueError(f"{out} is not empty: continue its run with --resume, or name another "
@@ -344,10 +345,9 @@ def train(run):
     trained. A run that was killed goes on from its last checkpoint, and ends as any other."""
     started = time.monotonic() - run.seconds
     saved = run.seconds
-    often = 1 if sys.stderr.isatty() else 60     # a file needs fewer lines
     with tqdm(total=run.steps * run.block, initial=run.step * run.block, unit="tok",
-              unit_scale=True, mininterval=often) as bar:
-        while run.progress() < 1:
+              unit_scale=True, mininterval=1 if sys.stderr.isatty() else 60) as bar:
+        while run.step < run.steps:
             run.train_step()
             run.seconds = time.monotonic() - started
             if not math.isfinite(run.loss):

@@ -51,7 +51,7 @@ class Plan:
         gamma, or a new Rule of --rule."""
         limit = self.gamma
         if self.options.rule is not None:
-            limit = own.CheckedRule(self.options.rule, limit)
+            limit = own.rule(self.options.rule, limit)
         return self.build(limit)
 
     @property
@@ -229,7 +229,7 @@ def trained_beside(folder, model):
 
 def from_a_file(plan):
     plan.draft = plan.options.draft
-    return partial(own.CheckedDrafter, plan.draft, plan.model)
+    return partial(own.drafter, plan.draft, plan.model)
 
 
 # --- the table

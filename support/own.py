@@ -9,14 +9,16 @@ import inspect
 import sys
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import torch
 
-from drafter import Draft, Drafter, Reuse, Rule, Wrapper
+from drafter import Draft, Drafter, Reuse, Rule
 from methods.trees import Tree
+from speculative import State
 
-WATCHED = 8     # rounds in which the cache is compared, which reads all of it twice
+WATCHED = 8     # calls of a method in which the cache is compared, which reads all of it twice
 
 
 def names_a_file(text):
@@ -98,130 +100,104 @@ def path_of(text):
     return str(Path(str(text).rpartition(":")[0]).resolve())
 
 
-# --- what stands in for the reader's objects
+# --- what is watched
 
 
-class CheckedDrafter(Wrapper):
-    """Around a reader's drafter, NAME(model, gamma), where gamma is a number or the Rule of --rule.
-    It reports what is wrong with a draft, before the loop fails later and far from the cause. It
-    cannot see whether q is what the tokens were drawn from."""
-
-    def __init__(self, text, model, gamma):
-        found = made(text, Drafter, model, gamma)
-        where = line_of(text, type(found))
-        if not isinstance(vars(found).get("rule"), Rule):
-            raise ValueError(f"{where}: the drafter has no rule: call super().__init__(gamma) in "
-                             "its __init__")
-        last = 2 * model.c.n_layers - 1
-        taps = found.taps
-        if not isinstance(taps, tuple | list) or not all(tap in range(last + 1) for tap in taps):
-            raise ValueError(f"{where}: taps must be a tuple of sub-layers from 0 to {last}, "
-                             f"not {taps!r}")
-        super().__init__(found)
-        self.text = text
-        self.rounds = 0
-
-    @contextmanager
-    def reading(self, method, state):
-        """Blame this method for any error, and for a change of the text or the loop's state."""
-        things = method, type(self.drafters[0])
-        with blamed(self.text, *things):
-            before = self.read_only(state)
-            yield
-            after = self.read_only(state)
-        for name in before:
-            if before[name] != after[name]:
-                raise ValueError(f"{line_of(self.text, *things)}: {method.__name__} changes "
-                                 f"{name}, which a drafter may only read")
-
-    def read_only(self, state):
-        """{name: a copy of what a drafter may not change}"""
-        facts = {
-            "state.known": [list(text) for text in state.known],
-            "state.left": list(state.left),
-            "state.n": state.n.tolist(),
-            "state.tokens": state.tokens.tolist()}
-        if self.rounds <= WATCHED:
-            for name, kept in (("keys", state.cache.k), ("values", state.cache.v)):
-                rows = [kept[:, b, :, : n - 1] for b, n in enumerate(state.lengths)]
-                raw = [row.contiguous().view(torch.uint8).cpu().numpy().tobytes() for row in rows]
-                facts[f"the {name} of the text in state.cache"] = raw
-        return facts
-
-    def begin(self, state, trace):
-        self.rounds = 0
-        with self.reading(self.drafters[0].begin, state):
-            super().begin(state, trace)
-
-    def propose(self, state):
-        method = self.drafters[0].propose
-        with self.reading(method, state):
-            draft = method(state)
-            wrong = fault(draft, state)
-        if wrong:
-            raise ValueError(f"{line_of(self.text, method, type(self.drafters[0]))}: {wrong}")
-        return draft
-
-    def observe(self, state, r):
-        self.rounds += 1
-        with self.reading(self.drafters[0].observe, state):
-            super().observe(state, r)
+def drafter(text, model, gamma):
+    """The drafter NAME(model, gamma), where gamma is a number or a Rule. What is wrong with its
+    drafts is reported before the loop fails later and far from the cause. Whether q is what the
+    tokens were drawn from cannot be seen."""
+    found = made(text, Drafter, model, gamma)
+    where = line_of(text, type(found))
+    if not isinstance(vars(found).get("rule"), Rule):
+        raise ValueError(f"{where}: the drafter has no rule: call super().__init__(gamma) in its "
+                         "__init__")
+    last = 2 * model.c.n_layers - 1
+    taps = found.taps
+    if not isinstance(taps, tuple | list) or not all(tap in range(last + 1) for tap in taps):
+        raise ValueError(f"{where}: taps must be a tuple of sub-layers from 0 to {last}, "
+                         f"not {taps!r}")
+    found.begin = watched(text, found.begin)
+    found.propose = watched(text, found.propose, wrong_draft)
+    found.observe = watched(text, found.observe)
+    return found
 
 
-class CheckedRule(Rule):
-    """Around a reader's rule, NAME(gamma). It reports what is wrong with what the rule returns."""
-
-    def __init__(self, text, gamma):
-        self.text = text
-        self.inner = made(text, Rule, gamma)
-        if not isinstance(vars(self.inner).get("longest"), int):
-            raise ValueError(f"{line_of(text, type(self.inner))}: the rule has no whole number "
-                             "`longest`: call super().__init__(gamma) in its __init__")
-
-    @property
-    def longest(self):
-        return self.inner.longest
-
-    @property
-    def stop(self):
-        return self.inner.stop and self.stops
-
-    def call(self, method, *args):
-        with blamed(self.text, method, type(self.inner)):
-            return method(*args)
-
-    def wrong(self, method, what):
-        return ValueError(f"{line_of(self.text, method, type(self.inner))}: {what}")
-
-    def begin(self, state):
-        self.call(self.inner.begin, state)
-
-    def how_far(self, state):
-        gammas = self.call(self.inner.how_far, state)
-        B = len(state.known)
-        numbers = gammas if isinstance(gammas, list) else [gammas] * B
-        if len(numbers) != B or not all(isinstance(gamma, int) for gamma in numbers):
-            raise self.wrong(self.inner.how_far, "how_far must return a whole number, or a list of "
-                             f"one for each row (B = {B}), not {gammas!r}")
-        return gammas
-
-    def stops(self, k, logits, token):
-        stops = self.call(self.inner.stop, k, logits, token)
-        B = len(token)
-        if not isinstance(stops, list) or [type(stop) for stop in stops] != [bool] * B:
-            raise self.wrong(self.inner.stop, "stop must return a list of True or False for each "
-                             f"row (B = {B}), as `.tolist()` makes it, not {stops!r}")
-        return stops
-
-    def learn(self, state, r):
-        self.call(self.inner.learn, state, r)
+def rule(text, gamma):
+    """The rule NAME(gamma)."""
+    found = made(text, Rule, gamma)
+    if not isinstance(vars(found).get("longest"), int):
+        raise ValueError(f"{line_of(text, type(found))}: the rule has no whole number `longest`: "
+                         "call super().__init__(gamma) in its __init__")
+    found.begin = watched(text, found.begin)
+    found.how_far = watched(text, found.how_far, wrong_length)
+    if inspect.isfunction(type(found).stop):    # neither None nor a property
+        found.stop = watched(text, found.stop, wrong_stop)
+    found.learn = watched(text, found.learn)
+    return found
 
 
-# --- what is wrong with a draft
+def watched(text, method, wrong=lambda result, *args: None):
+    """A method of the reader's object, to stand in its place. Its own line is blamed for any error,
+    for changes of the state, and for what wrong(result, *args) says."""
+    things = method, type(method.__self__)
+    calls = count()
+
+    def call(*args):
+        with_cache = next(calls) < WATCHED
+        states = [arg for arg in args if isinstance(arg, State)]
+        with blamed(text, *things):
+            before = [read_only(state, with_cache) for state in states]
+            result = method(*args)
+            what = wrong(result, *args)
+            after = [read_only(state, with_cache) for state in states]
+        for facts, now in zip(before, after, strict=True):
+            changed = [name for name in facts if facts[name] != now[name]]
+            if changed:
+                what = f"{method.__name__} changes {changed[0]}, which may only be read here"
+        if what:
+            raise ValueError(f"{line_of(text, *things)}: {what}")
+        return result
+
+    return call
 
 
-def fault(draft, state):
-    """What is wrong with a draft, in words; None if nothing is."""
+def read_only(state, with_cache):
+    """{name: a copy of what a drafter or rule may not change}"""
+    facts = {
+        "state.known": [list(text) for text in state.known],
+        "state.left": list(state.left),
+        "state.n": state.n.tolist(),
+        "state.tokens": state.tokens.tolist()}
+    if with_cache:
+        for name, kept in (("keys", state.cache.k), ("values", state.cache.v)):
+            rows = [kept[:, b, :, : n - 1] for b, n in enumerate(state.lengths)]
+            raw = [row.contiguous().view(torch.uint8).cpu().numpy().tobytes() for row in rows]
+            facts[f"the {name} of the text in state.cache"] = raw
+    return facts
+
+
+# --- what is wrong, in words; None if nothing is
+
+
+def wrong_length(gammas, state):
+    B = len(state.known)
+    numbers = gammas if isinstance(gammas, list) else [gammas] * B
+    if len(numbers) != B or not all(isinstance(gamma, int) for gamma in numbers):
+        return (f"how_far must return a whole number, or a list of one for each row (B = {B}), not "
+                f"{gammas!r}")
+    return None
+
+
+def wrong_stop(stops, k, logits, token):
+    B = len(token)
+    if not isinstance(stops, list) or [type(stop) for stop in stops] != [bool] * B:
+        return (f"stop must return a list of True or False for each row (B = {B}), as `.tolist()` "
+                f"makes it, not {stops!r}")
+    return None
+
+
+def wrong_draft(draft, state):
     B = len(state.known)
     V = state.model.c.vocab_size
     if not isinstance(draft, Draft):
@@ -235,8 +211,8 @@ def fault(draft, state):
     if not are_numbers(length, state, (B,), K):
         return (f"Draft.length must be (B,) int64 numbers from 0 to K = {K} with B = {B}, not "
                 f"{in_words(length)}")
-    if draft.q is not None and (wrong := fault_of_q(draft.q, tokens, length, V)):
-        return wrong
+    if draft.q is not None and (what := wrong_q(draft.q, tokens, length, V)):
+        return what
     if not isinstance(draft.reuse, Reuse | None):
         return f"Draft.reuse must be a Reuse, not {in_words(draft.reuse)}"
     if isinstance(draft, Tree):
@@ -247,7 +223,7 @@ def fault(draft, state):
     return None
 
 
-def fault_of_q(q, tokens, length, V):
+def wrong_q(q, tokens, length, V):
     """The same for its q (B, K, V), of which the places below `length` count."""
     shape = (*tokens.shape, V)
     if not is_tensor(q, tokens.device, shape) or not q.is_floating_point():

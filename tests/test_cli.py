@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from support import cli, generate
+from support import cli
+from support.texts import numbered_texts
 
 
 def ending(error):
@@ -40,14 +41,11 @@ def test_our_own_bugs_are_not_hidden(error):
         cli.main(ending(error), [])
 
 
-def test_a_status_and_ctrl_c_end_a_program_without_a_word(capsys):
+def test_what_ends_a_program_without_a_word(monkeypatch, capsys):
+    """A status, Ctrl-C, and a reader such as `head` that has gone before the last line was
+    flushed."""
     assert [cli.main(run, []) for run in (lambda argv: None, lambda argv: 1)] == [0, 1]
     assert cli.main(ending(KeyboardInterrupt()), []) == 130
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_reader_that_has_gone_ends_a_program_without_a_word(monkeypatch, capsys):
-    """Such as `head`; also where the last line was yet to be flushed."""
     left, pipe = os.pipe()
     os.close(left)
     with os.fdopen(pipe, "w") as out:
@@ -72,20 +70,18 @@ def test_standard_input_in_any_encoding(monkeypatch):
 
 def prompts_of(path, content):
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return list(generate.texts_of(generate.parse(["--prompt-file", str(path)])).values())
+    return list(numbered_texts(path, "prompt", "\n").values())
 
 
-@pytest.mark.parametrize("name, content", [
-    ("a.txt", "\ufeffone\u2028\r\n\r\n two\x85"),
-    ("a.JSONL", '\ufeff{"prompt": "one\u2028", "id": 1}\r\n{"prompt": " two\x85"}')])
-def test_prompt_files(name, content, tmp_path):
+def test_prompt_files(tmp_path):
     """Only a newline ends a prompt: a text may hold what Python's `splitlines` takes for one."""
-    assert prompts_of(tmp_path / name, content) == ["one\u2028", " two\x85"]
-
-
-@pytest.mark.parametrize("name, content, culprit", [
-    ("p.txt", "\n  \n", "no text"), ("p.txt", b"caf\xe9", "UTF-8"), ("p.jsonl", "Once", "line 1"),
-    ("p.jsonl", '{"prompt": "a"}\n{"text": "b"}', "line 2"), ("p.jsonl", "[" * 10**5, "line 1")])
-def test_prompt_files_that_make_no_sense_are_refused(name, content, culprit, tmp_path):
-    with pytest.raises(ValueError, match=f"{name}.*{culprit}"):
-        prompts_of(tmp_path / name, content)
+    for name, content in (
+            ("a.txt", "\ufeffone\u2028\r\n\r\n two\x85"),
+            ("a.JSONL", '\ufeff{"prompt": "one\u2028", "id": 1}\r\n{"prompt": " two\x85"}')):
+        assert prompts_of(tmp_path / name, content) == ["one\u2028", " two\x85"]
+    for name, content, culprit in (
+            ("p.txt", "\n  \n", "no text"), ("p.txt", b"caf\xe9", "UTF-8"),
+            ("p.jsonl", "Once", "line 1"), ("p.jsonl", "[" * 10**5, "line 1"),
+            ("p.jsonl", '{"prompt": "a"}\n{"text": "b"}', "line 2")):
+        with pytest.raises(ValueError, match=f"{name}.*{culprit}"):
+            prompts_of(tmp_path / name, content)

@@ -69,17 +69,13 @@ def test_json_of_every_way_to_draft(call, ids, flags, draft, gamma):
     r = as_json(call, *flags)
     assert r["outputs"] == [{"prompt": "Once upon a time", "text": TEXT, "ids": ids}], (
         "the text stays")
-    assert (r["draft"], r["gamma"], r["dtype"], r["device"], r["seed"]) == (draft, gamma,
-                                                                            "float32", "cpu", 0)
+    assert (r["draft"], r["gamma"], r["dtype"], r["device"]) == (draft, gamma, "float32", "cpu")
     assert r["new_tokens"] == 12 and r["tokens_per_pass"] == pytest.approx(12 / r["target_passes"])
     assert r["tokens_per_second"] == pytest.approx(12 / r["seconds"])
     drafted = gamma > 0 and draft != "ngram"    # nothing in this text comes again
     assert (r["target_passes"] < 12) == drafted == (r["alpha"] is not None) == (r["proposed"] > 0)
     assert 0 <= r["accepted"] <= r["proposed"]
-    where = {"exit": " after block 3", "kangaroo": " after block 2",
-             "eagle": ", trees of 30 tokens",
-             "skip": " a3,m4"}.get(draft, "")       # a tree has places for 6 levels of 5 ranks
-    assert r["how"].startswith(f"draft: {draft}{where}")
+    assert r["how"].startswith(f"draft: {draft}") and ("trees" in r["how"]) == (draft == "eagle")
     drafting = sum(map(int, re.findall(r"in (\d+) rounds", r["how"])))
     assert drafting == (r["target_passes"] if draft == "auto" else 0)
 
@@ -136,15 +132,14 @@ def test_exact_texts_are_those_of_plain_decoding_when_sampled_too(call, once, fl
 def test_a_prompt_that_stands_in_a_batch_four_times_gives_four_exact_samples(call, tmp_path):
     """Each is the text of a run alone with the seed of its row, whatever drafts."""
     (tmp_path / "same.txt").write_text("Once upon a time\n" * 4)
-    flags = ["--exact", "--temperature", "1", "--json", *SHORT]
 
     def texts(*argv):
-        return [output["ids"] for output in json.loads(call(*argv, *flags)[1])["outputs"]]
+        out = call(*argv, "--exact", "--temperature", "1", "--json", *SHORT)[1]
+        return [output["ids"] for output in json.loads(out)["outputs"]]
 
     four = texts("--prompt-file", tmp_path / "same.txt", "--seed", "5", "--draft", "exit")
-    assert len(set(map(tuple, four))) == 4
     seeds = row_seeds(5, 4)
-    assert seeds[0] == 5
+    assert len(set(map(tuple, four))) == 4 and seeds[0] == 5
     for seed, text in zip(seeds, four, strict=True):
         assert texts("Once upon a time", "--seed", str(seed), "--draft", "none") == [text]
 

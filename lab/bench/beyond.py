@@ -1,5 +1,5 @@
 """Small reconstructions of ProphetNet, HAMburger and a sparse self-draft. Each answers one question
-that its paper leaves open, with one table. (`lab.bench heads` asks it of M2R2: see BOOK.md.)
+that its paper leaves open, with one table. (BOOK.md says how M2R2 is asked.)
 
 Of greedy answers it says how many drafted tokens were accepted, tau, and the speed-up by weights.
 """
@@ -113,7 +113,7 @@ def prophet(text, device, streams, seed, tokens, *flags):
          f"--tokens {tokens} --context {CONTEXT} --batch {BATCH} --warmup 20 --layers 4 --dim 128 "
          "--heads 2 --kv-heads 1 --hidden 352 --dropout 0 --exit-weight 0".split(), *flags])
     run = train.Run(a, text, device) if streams == 1 else Streams(a, text, device, streams)
-    while run.progress() < 1:
+    while run.step < run.steps:
         run.train_step()
     return run
 

@@ -18,11 +18,11 @@
 # > checked is another model.**
 #
 # The training runs in this notebook take seconds, and only show how each idea works. The answers
-# come from `python -m lab.bench beyond`, which trains for half an hour, and for M2R2 from
-# `python -m lab.bench heads`. They are quoted at the end of each section.
+# come from runs that train for half an hour. They are quoted at the end of each section, and
+# [the lab book](../BOOK.md#beyond) has their commands.
 #
 # You need notebooks [6](../../notebooks/06_layer_skipping.ipynb) and
-# [9](../../notebooks/09_trained_heads.ipynb). About 30 minutes.
+# [9](../../notebooks/09_trained_heads.ipynb). About 20 minutes.
 
 # %%
 # %run start.py
@@ -95,13 +95,6 @@ for name, head in heads.items():
     print(f"{name:10} {head.count():8,} weights of its own, {fewer} passes instead of {passes}")
 
 # %% [markdown]
-# **Try it:** set `E` to half of the blocks. What is left for the adapters to gain?
-#
-# <details><summary>Answer</summary>
-# Hardly less than before: on this model the curve of the exits is flat there (notebook 6). But each
-# drafted token then runs three times as many blocks.
-# </details>
-#
 # Which is better, once both have learnt from the same 100,000 tokens? After exit 2 Kangaroo's
 # adapter is right more often (alpha 0.656 instead of 0.632, and the bare exit 0.633), and on a
 # model without trained exits by far (0.506 instead of 0.415). After exits 4 and 6 the two cannot be
@@ -167,7 +160,7 @@ Markdown("\n".join(beyond.shown(long["prophet"]))) if long else later
 # (`cooled`).
 
 # %%
-from lab.hamburger import SHARE, SURE, BurgerDraft, Hamburger, begins, score, tune, write
+from lab.hamburger import SHARE, SURE, BurgerDraft, Hamburger, begins, tune, write
 
 cold = beyond.cooled(model, 0.5)
 words = beyond.own_text(cold, tokenizer, 2000, 500, length)
@@ -193,19 +186,6 @@ side.set(ylabel="entropy, nats", xlim=(-0.6, len(story) - 0.4),
 figure
 
 # %% [markdown]
-# **Try it:** let an entry have up to eight tokens: `begins(entropy, 8)`. How many fewer entries
-# will there be?
-#
-# <details><summary>Answer</summary>
-# About a quarter fewer: wherever more than four tokens in a row are easy, an entry can go on.
-# </details>
-
-# %% jupyter={"source_hidden": true, "outputs_hidden": true}
-longer = int(begins(entropy, 8).sum())
-assert not SHIPPED or 0.65 < longer / int(first.sum()) < 0.85
-print(f"{longer} entries instead of {int(first.sum())}")
-
-# %% [markdown]
 # Then everything learns together: a copy of the model as the *trunk*, an embedder that merges the
 # tokens of an entry, a small decoder that says the tokens after the first, and a head that says
 # where the entry ends. This is **another model**, and alone it writes another text; that is why it
@@ -217,32 +197,10 @@ batches = [words.batch(0, step, 2, 47).long().to(device) for step in range(30)]
 learnt = tune(burger, cold, batches, (3e-4, 4e-3))
 print(f"KL from the model: {learnt[0][0]:.2f} nats per token, "
       f"after {len(learnt)} steps {learnt[-1][0]:.2f}")
-scores = {}
-for confidence in (0.1, 0.3, 0.5, 2.0):                          # how sure it must be to go on
-    scores[confidence] = score(burger, cold, story[None], confidence)
 said = sum(write(burger, prompt, 24, 0.3), [])
 print("after so little training it writes:", tokenizer.decode(said))
 
-# %%
-figure, ((side,),) = plots.axes(1, 1, width=7, height=3.4)
-found = [("after seconds", [(kl, tokens) for kl, tokens in scores.values()])]
-if long:
-    points = [(r["KL alone"], r["tokens a step alone"]) for r in long["hamburger"].values()]
-    found.append(("after minutes", points))
-for (name, points), hue, mark in zip(found, plots.HUES, "os", strict=False):
-    kls, tokens = zip(*points, strict=True)
-    side.plot(tokens, kls, color=hue, marker=mark, label=name)
-side.set(xlabel="tokens for each step, key and value", ylabel="KL from the model, nats per token",
-         ylim=(0, None), title="each point a confidence; lossless would be 0")
-side.legend(frameon=False)
-figure
-
 # %% [markdown]
-# Further to the right a step says more tokens, and the text is further from the model's. At the far
-# left, where every step says a single token, longer training looks *worse*. There the trunk alone
-# speaks, and a trunk that has hardly learnt is still nearly the model. What it learns for the sake
-# of the other tokens moves it away.
-#
 # Now let the untouched model check what a step says. Then it is a drafter like any other, and
 # exact. But each of its steps is a pass of a model as large as the target, so a checked step costs
 # two passes.
@@ -257,7 +215,9 @@ assert not SHIPPED or all(found["speed-up"] < 1 for found in long.get("hamburger
 Markdown("\n".join(beyond.shown(long["hamburger"]))) if long else later
 
 # %% [markdown]
-# Nothing is left of the speed: with the check, it is slower than plain decoding.
+# The lower the confidence, the more tokens a step says, and the further the text is from the
+# model's. (Even where each step says a single token it is not the model: what the trunk learnt for
+# the sake of the other tokens has moved it away.) With the check nothing is left of the speed.
 #
 # ## A sparse self-draft: to see less
 #
@@ -309,12 +269,6 @@ figure
 
 # %% [markdown]
 # On this model a window of 8 costs far more than the loss of the sinks.
-#
-# **Try it:** add a line for one sink. Is it worth as much as four?
-#
-# <details><summary>Answer</summary>
-# Yes: on this model even no sink is worth as much as four.
-# </details>
 
 # %% jupyter={"source_hidden": true}
 if SHIPPED and long:
@@ -330,23 +284,7 @@ Markdown("\n".join(beyond.shown(long["sparse"]))) if long else later
 #
 # Each answer is folded, and so is the cell below it that checks the answer.
 #
-# **1.** What does M2R2 draft without its adapters?
-#
-# <details><summary>Answer</summary>
-# What the plain early exit drafts: the fast row is then the ordinary one.
-# </details>
-
-# %% jupyter={"source_hidden": true, "outputs_hidden": true}
-from layerskip import SelfDraft, early_exit
-from speculative import rounds
-
-both = [[r.draft.tokens.tolist() for _, r in rounds(model, [prompt], 16, drafter)]
-        for drafter in (heads["bare exit"].drafter(3), SelfDraft(model, early_exit(L, E), 3))]
-assert both[0] == both[1]
-print("the same drafts, round by round")
-
-# %% [markdown]
-# **2.** Can a stream of ProphetNet change what the model says of the next token, while both learn
+# **1.** Can a stream of ProphetNet change what the model says of the next token, while both learn
 # in one pass?
 #
 # <details><summary>Answer</summary>
@@ -364,7 +302,7 @@ assert abs(alone - beside) < 1e-4
 print(f"loss {float(alone):.4f} alone, {float(beside):.4f} beside two more streams")
 
 # %% [markdown]
-# **3.** A HAMburger that has learnt nothing yet never goes on after the first token of an entry.
+# **2.** A HAMburger that has learnt nothing yet never goes on after the first token of an entry.
 # What does it write?
 #
 # <details><summary>Answer</summary>
@@ -376,19 +314,6 @@ print(f"loss {float(alone):.4f} alone, {float(beside):.4f} beside two more strea
 fresh = Hamburger(model, blocks=1)
 assert sum(write(fresh, prompt, 12, confidence=2.0), []) == plain[0][:12]
 print("the same twelve tokens")
-
-# %% [markdown]
-# **4.** When is a sparse draft accepted for sure?
-#
-# <details><summary>Answer</summary>
-# While sinks and window together hold the whole text: then nothing is hidden, and the draft is the
-# model.
-# </details>
-
-# %% jupyter={"source_hidden": true, "outputs_hidden": true}
-short = Teacher(model, held_out[:20].tolist())
-assert float(beyond.sparse_acceptance(short, 4, 16).min()) > 1 - 1e-6
-print("4 sinks and a window of 16 see all of 20 tokens")
 
 # %% [markdown]
 # Four ideas, one loop. M2R2 and the sparse draft only draft. ProphetNet's streams change the model
