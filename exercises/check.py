@@ -5,10 +5,10 @@ each case of "Diagnose". So must the museum's bugs, whatever is said.
     python exercises/check.py [WORDS]  exercises whose names contain one of the words, or diagnose
 """
 import ast
+import copy
 import itertools
 import os
 import sys
-import textwrap
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from exercises import answers, diagnose, splice  # noqa: E402
-from exercises.cuts import change, read  # noqa: E402
+from exercises.cuts import change, find, read  # noqa: E402
 from exercises.grade import CONTEXT, grade  # noqa: E402
 from exercises.tasks import TASKS  # noqa: E402
 
@@ -62,7 +62,7 @@ def traps(task):
     """(kind, text, words of the message) for each function: the original in a wrapper that makes a
     mistake, such as changing an argument."""
     for name in task.functions:
-        node = splice.find(ast.parse(splice.source(task.module)), name)
+        node = find(ast.parse(splice.source(task.module)), name)
         arguments = [arg.arg for arg in node.args.args]
         kinds = dict(KINDS) if arguments else {}
         for i, argument in enumerate(arguments):
@@ -74,22 +74,19 @@ def traps(task):
                     f"result = right(*given)\nspoil(given[{i}])\nreturn result", "stays as it is")
         for kind, (body, says) in kinds.items():
             body = f"given = [{', '.join(arguments)}]\n{body}"
-            yield f"{name}, {kind}", behind(task, name, node, body), says
+            yield f"{name}, {kind}", behind(task, name, body), says
 
 
-def behind(task, name, node, body):
+def behind(task, name, body):
     """The text of such a wrapper: its function `name` has this body, in which `right` is the
     original."""
-    outer = "." in name
-    lines = textwrap.dedent("\n".join(splice.original(task.module, name)[outer:])).splitlines()
-    right = "\n".join(lines[len(node.decorator_list) :])
-    right = right.replace(f"def {node.name}(", "def right(", 1)
-    head = splice.stub(task.module, name).rsplit("\n", 2)[0]
-    others = [line for other in task.functions + splice.HELPERS.get(task.module, ())
-              if other != name
-              for line in splice.original(task.module, other)]
-    body = textwrap.indent(body, " " * (4 + 4 * outer))
-    return "\n".join([TRAPS, right, head, body, *others, ""])
+    tree = ast.parse(answers.original(task))
+    node = find(tree, name)
+    right = copy.copy(node)
+    right.name = "right"
+    right.decorator_list = []
+    node.body = ast.parse(body).body
+    return "\n".join([TRAPS, ast.unparse(right), ast.unparse(tree)])
 
 
 def cases(task):

@@ -152,7 +152,7 @@ def copy_library(folder, task):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / task.module).parent.mkdir(exist_ok=True)
     cut = {task.module: task.functions}
-    if splice.JUDGES & {*task.functions}:
+    if task.module in splice.RIVALS:
         cut = {module: names + splice.HELPERS.get(module, ())
                for module, names in splice.RIVALS.items()}
     for module, names in cut.items():

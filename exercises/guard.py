@@ -12,7 +12,6 @@ import math
 import random
 import sys
 import types
-from itertools import combinations
 
 import torch
 
@@ -108,41 +107,31 @@ def settings():
             "the number of threads": torch.get_num_threads()}
 
 
-def public(places):
-    """[(place, names, values)] of what other code calls there."""
-    found = []
-    for place in places:
-        rows = {name: value for name, value in vars(place).items()
-                if name[0] != "_" and callable(value)}
-        found.append((place, list(rows), list(rows.values())))
-    return found
-
-
 def replaced(originals):
     """The name of what an answer has put something else in place of, which is taken back; None if
-    nothing. Torch itself wraps some of its functions when more of it is loaded."""
+    nothing. originals: [(place, what stood there)]. Torch itself wraps some of its functions when
+    more of it is loaded."""
     other = None
-    for place, names, values in originals:
-        now = [*map(vars(place).get, names)]
-        if now == values:       # by identity, in one step
+    for place, stood in originals:
+        if [*map(vars(place).get, stood)] == [*stood.values()]:     # by identity, in one step
             continue
-        for name, value, there in zip(names, values, now, strict=True):
+        for name, value in stood.items():
+            there = vars(place).get(name)
             if there is not value and not str(getattr(there, "__module__", "")).startswith("torch"):
                 setattr(place, name, value)
                 other = f"{place.__name__}.{name}"
     return other
 
 
-def watched(name, original):
-    """A stand-in for the original: it calls `call.answer`, which `install` sets, and checks the
-    call."""
+def watched(name, original, answer, originals):
+    """A stand-in for the original: it calls the answer, and fails the test if this call broke a
+    rule."""
     arguments, kept = inspect.signature(original), []
 
     @functools.wraps(original)
     def call(*args, **kwargs):
-        from teach import (
-            no_other_chance,  # trap: above, it would load the library before the answer is put in
-        )
+        # trap: above, it would load the library before the answer is put in
+        from teach import no_other_chance
 
         bound, returned = arguments.bind(*args, **kwargs), {}
         given = bound.arguments
@@ -153,13 +142,13 @@ def watched(name, original):
             else:
                 given[key] = strided(value)
         called = f"a call of {name}({', '.join(given)})"
+        given = dict(given)
         before = frozen([given, kept])
         modes = settings()
-        given = dict(given)
         with no_other_chance(called):
-            result = call.answer(*bound.args, **bound.kwargs)
-        check_surroundings(called, call.originals, modes, returned)
-        check(called, given, kept, before, result, name in ITSELF)
+            result = answer(*bound.args, **bound.kwargs)
+        check_surroundings(called, originals, modes, returned)
+        check_memory(called, given, kept, before, [] if name in ITSELF else tensors(result))
         bound.apply_defaults()
         contract.check(name, called, bound.arguments, result)
         kept[:] = [*kept, result][-KEPT:] if name != "KVCache.write" else []
@@ -168,8 +157,8 @@ def watched(name, original):
 
 
 def check_surroundings(called, originals, modes, returned):
-    """Fail the test if this call changed what other code uses. returned: {argument: [(what a call
-    of it returned, a copy)]}."""
+    """What other code uses must stay. returned: {argument: [(what a call of it returned, a
+    copy)]}."""
     from teach import fail
 
     other = replaced(originals)
@@ -188,8 +177,9 @@ def check_surroundings(called, originals, modes, returned):
                  "work on a clone")
 
 
-def check(called, given, kept, before, result, itself):
-    """Fail the test if this call broke a rule. itself: the function may return an argument."""
+def check_memory(called, given, kept, before, results):
+    """Arguments and earlier results must stay as they are, and results share no memory with
+    them."""
     from teach import fail, short
 
     for now, old, why in (
@@ -201,19 +191,14 @@ def check(called, given, kept, before, result, itself):
             where, was, came = found
             what = f"`{where}`" if now is given else "the result of an earlier call"
             fail(called, f"{what} stays as it is: {short(was):.200}", f"{short(came):.200}", why)
-    if itself:
-        return
-    results = tensors(result)
+    others = [(f"`{name}`", t) for name, t in tensors(given)]
     for at, out in results:
-        for other, t in tensors(given):
+        for other, t in others:
             if share(out, t):
                 fail(called, "results in memory of their own",
-                     f"the result{at} is (a part of) `{other}`",
+                     f"the result{at} is (a part of) {other}",
                      "return a copy, because the caller goes on with both and may change one")
-    for (one, a), (two, b) in combinations(results, 2):
-        if share(a, b):
-            fail(called, "results in memory of their own", f"the results {one} and {two} are one",
-                 "return two tensors, because the caller may change one")
+        others.append((f"the result{at}", out))
 
 
 def install(module, names, code):
@@ -221,31 +206,26 @@ def install(module, names, code):
     of the module's names, so its assignments change nothing outside."""
     library = importlib.import_module(module.removesuffix(".py").replace("/", "."))
     own = sys.modules["answer"] = types.ModuleType("answer")
-    places = [(getattr(library, name.split(".")[0]) if "." in name else library, name)
-              for name in names]
-    calls = {}
-    for place, name in places:
-        last = name.split(".")[-1]
-        old = vars(place)[last]
-        calls[name] = watched(name, old.fget if isinstance(old, property) else old)
-        setattr(place, last, property(calls[name]) if isinstance(old, property) else calls[name])
     vars(own).update({key: value for key, value in vars(library).items()
                       if not key.startswith("__")})
     exec(code, vars(own))
+    originals = []
+    for name in names:
+        outer, _, last = name.rpartition(".")
+        place = getattr(library, outer) if outer else library
+        old = vars(place)[last]
+        new = vars(vars(own)[outer])[last] if outer else vars(own)[name]
+        if isinstance(old, property):
+            setattr(place, last, property(watched(name, old.fget, new.fget, originals)))
+        else:
+            setattr(place, last, watched(name, old, new, originals))
+        if outer:
+            setattr(own, outer, place)
     # with it come the modules that no answer may change
     from teach import no_other_chance  # noqa: F401
 
     modules = [sys.modules[name] for name in ("teach", "tiny", "pytest", "sampling")]
-    originals = public([torch, torch.Tensor, torch.nn.functional, math, random,
-                        *modules, modules[-1].Coins])
-    for place, name in places:
-        outer, _, last = name.rpartition(".")
-        new = vars(vars(own)[outer])[last] if outer else vars(own)[name]
-        new = new.fget if isinstance(new, property) else new
-        for free, cell in zip(new.__code__.co_freevars, new.__closure__ or (), strict=True):
-            if free == "__class__":     # so that `super()` finds the library's class
-                cell.cell_contents = place
-        calls[name].answer, calls[name].originals = new, originals
-    for place, name in places:
-        if "." in name:
-            setattr(own, name.split(".")[0], place)
+    originals += [(place, {name: value for name, value in vars(place).items()
+                           if name[0] != "_" and callable(value)})
+                  for place in (torch, torch.Tensor, torch.nn.functional, math, random,
+                                *modules, modules[-1].Coins)]

@@ -20,8 +20,8 @@ AROUND = {  # ways to code that is not in scope
     "__import__", "__builtins__", "__loader__", "__spec__", "__globals__", "__dict__", "__code__",
     "__closure__", "__wrapped__", "__subclasses__", "_getframe", "eval", "exec", "globals",
     "importlib", "inspect", "open", "os", "_os", "sys", "_sys"}
+# each could stand in for another one
 RIVALS = {"verification.py": ("verify", "verify_block"), "methods/trees.py": ("verify_tree",)}
-JUDGES = {name for row in RIVALS.values() for name in row}  # each could stand in for another one
 HELPERS = {"verification.py": ("against", "next_token")}        # half the work of a judge
 
 
@@ -99,14 +99,6 @@ def read(path):
     return re.sub("\r\n?", "\n", text)
 
 
-def check_debugger(node):
-    """Raise Refused for a call that waits for input, which a grader has none to give."""
-    for call in ast.walk(node):
-        name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
-        if name in ("breakpoint", "input") or name.endswith(".set_trace"):
-            raise Refused(f"line {call.lineno}: `{name}()` waits for you to type: take it out")
-
-
 def signature(node):
     """Decorators and first line, without annotations."""
     bare = ast.parse(ast.unparse(node)).body[0]
@@ -145,16 +137,36 @@ def answered(tree, name, want):
     return new
 
 
-def check_imports(node, module):
-    """What the library's module imports is there already; a few harmless modules may be added."""
+def check(node, module):
+    """Raise Refused for a call that waits for input, for an import that an exercise does not need,
+    and for the usual ways to code that is not in scope, such as the tests. It does not stop a
+    determined student, but it says that this is no answer."""
     known = {n.split()[1].split(".")[0] for n in source(module).splitlines()
              if n.startswith(("import ", "from "))} | HARMLESS | {Path(module).stem}
     for inner in ast.walk(node):
-        names = ([alias.name for alias in inner.names] if isinstance(inner, ast.Import) else
-                 [inner.module or "."] if isinstance(inner, ast.ImportFrom) else [])
-        for name in names:
+        names, wanted = set(), []
+        if isinstance(inner, ast.Call):
+            called = ast.unparse(inner.func)
+            if called in ("breakpoint", "input") or called.endswith(".set_trace"):
+                raise Refused(f"line {inner.lineno}: `{called}()` waits for you to type: "
+                              "take it out")
+        elif isinstance(inner, ast.Import):
+            wanted = [alias.name for alias in inner.names]
+        elif isinstance(inner, ast.ImportFrom):
+            wanted = [inner.module or "."]
+            names = {alias.name for alias in inner.names}
+        elif isinstance(inner, ast.Name):
+            names = {inner.id}
+        elif isinstance(inner, ast.Attribute):
+            names = {inner.attr}
+        elif isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+            names = {inner.value}
+        for name in wanted:
             if name.split(".")[0] not in known:
                 raise Refused(f"line {inner.lineno}: it imports {name}; {why_not(name)}")
+        for name in names & AROUND:
+            raise Refused(f"line {inner.lineno}: `{name}` goes around the exercise, to code that "
+                          "is not in scope: write the function itself")
 
 
 def why_not(name):
@@ -165,30 +177,6 @@ def why_not(name):
     if any((ROOT / folder / f"{name}.py").exists() for folder in ("tests", "exercises/tests")):
         return "these are the tests: write the function itself"
     return "an exercise needs torch and math alone"
-
-
-def check_ways_around(node):
-    """Raise Refused for the usual ways to reach code that is not in scope, such as the
-    tests. It does not stop a determined student, but it says that this is no answer."""
-    for inner in ast.walk(node):
-        named = {getattr(inner, key, None) for key in ("id", "attr", "value")} if isinstance(
-            inner, (ast.Name, ast.Attribute, ast.Constant)) else {
-            alias.name for alias in getattr(inner, "names", ()) if isinstance(alias, ast.alias)}
-        found = {name for name in named if isinstance(name, str)} & AROUND
-        if found:
-            line = getattr(inner, "lineno", node.lineno)
-            raise Refused(f"line {line}: `{found.pop()}` goes around the "
-                          "exercise, to code that is not in scope: write the function itself")
-
-
-def check_rivals(node, names):
-    """Raise Refused where an answer names a function of the library that would do its work."""
-    for inner in ast.walk(node):
-        found = {getattr(inner, key, None) for key in ("id", "attr", "name")} & (JUDGES - {*names})
-        if found and JUDGES & {*names} and not isinstance(inner, ast.FunctionDef):
-            line = getattr(inner, "lineno", node.lineno)
-            raise Refused(f"line {line}: `{found.pop()}` would do the work; "
-                          f"write `{names[0]}` itself")
 
 
 def sets(node):
@@ -251,8 +239,5 @@ def code(module, names, text, file="answer.py"):
         asked |= set().union(*map(uses, more))
     body = [kept[line] for line in sorted(kept)]
     for node in body:
-        check_debugger(node)
-        check_imports(node, module)
-        check_rivals(node, names)
-        check_ways_around(node)
+        check(node, module)
     return compile(ast.Module(body, []), file, "exec", dont_inherit=True)

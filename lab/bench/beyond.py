@@ -1,5 +1,5 @@
 """Small reconstructions of ProphetNet, HAMburger and a sparse self-draft. Each answers one question
-that its paper leaves open, with one table. (`lab.bench heads` asks it of M2R2: see BOOK.md.)
+that its paper leaves open, with one table. (BOOK.md says how M2R2 is asked.)
 
 Of greedy answers it says how many drafted tokens were accepted, tau, and the speed-up by weights.
 """

@@ -18,8 +18,8 @@
 # > checked is another model.**
 #
 # The training runs in this notebook take seconds, and only show how each idea works. The answers
-# come from `python -m lab.bench beyond`, which trains for half an hour, and for M2R2 from
-# `python -m lab.bench heads`. They are quoted at the end of each section.
+# come from runs that train for half an hour. They are quoted at the end of each section, and
+# [the lab book](../BOOK.md#beyond) has their commands.
 #
 # You need notebooks [6](../../notebooks/06_layer_skipping.ipynb) and
 # [9](../../notebooks/09_trained_heads.ipynb). About 20 minutes.
