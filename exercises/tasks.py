@@ -16,6 +16,7 @@ class Task(NamedTuple):
     name: str
     module: str
     functions: tuple[str, ...]
+    sitting: int            # see SITTINGS
     minutes: int
     stars: int              # difficulty, 1 to 3
     tests: tuple[str, ...]  # node ids; the first failure is reported: clear ones stand first
@@ -24,14 +25,6 @@ class Task(NamedTuple):
     def text(self):
         """What is wanted, in words and a picture."""
         return TEXTS[self.name]
-
-    @property
-    def sitting(self):
-        """Five of three exercises; the later ones belong to the fourth and the fifth, and from 22
-        on to a sixth."""
-        later = {16: 4, 17: 5, 18: 4, 19: 5, 20: 4, 21: 4, 22: 6, 23: 6, 24: 6,
-                 25: 3, 26: 2}
-        return later.get(self.number, 1 + (self.number - 1) // 3)
 
 
 SITTINGS = (  # what each is about, and what to read before it
@@ -44,124 +37,123 @@ SITTINGS = (  # what each is about, and what to read before it
     ("6: drafts that are trained", "`notebooks/09_trained_heads.ipynb`"))
 
 
-COURSE = "exercises/tests"      # where the tests of functions stand that are not the library's
-
-
-def tests(folder="tests", /, **names):
-    """The node ids of {file: names of its tests}."""
-    return tuple(f"{folder}/test_{file}.py::test_{name}" for file, row in names.items()
+def tests(**names):
+    """The node ids of {file: names of its tests}. What the library itself needs is in tests/, and
+    what only an answer needs in exercises/tests/."""
+    course = Path(__file__).with_name("tests")
+    folders = {file: "exercises/tests" if (course / f"test_{file}.py").exists() else "tests"
+               for file in names}
+    return tuple(f"{folders[file]}/test_{file}.py::test_{name}" for file, row in names.items()
                  for name in row.split())
 
 
 TASKS = [
-    Task(1, "softcap, rotate", "model.py", ("softcap", "rotate"), 10, 1, tests(
+    Task(1, "softcap, rotate", "model.py", ("softcap", "rotate"), 1, 10, 1, tests(
         model="softcap_by_hand rotate_by_hand",
-        properties="rotation_keeps_lengths_and_knows_distances_only")
-        + tests(COURSE, answers="softcap_leaves_its_input_and_type_alone rotate_serves_every_shape "
+        properties="rotation_keeps_lengths_and_knows_distances_only",
+        answers="softcap_leaves_its_input_and_type_alone rotate_serves_every_shape "
                 "softcap_and_rotate_hand_gradients_on")),
-    Task(2, "frequencies", "model.py", ("frequencies",), 30, 2, tests(
+    Task(2, "frequencies", "model.py", ("frequencies",), 1, 30, 2, tests(
         model="frequencies_by_hand frequencies_of_linear_scaling_by_hand "
-        "frequencies_of_llama3_by_hand")
-        + tests(COURSE, answers="frequencies_of_drawn_settings")),
-    Task(3, "RMSNorm.forward", "model.py", ("RMSNorm.forward",), 20, 1, tests(
-        by_hand="a_norm_of_two_numbers", model="the_norm_of_gemma2_works_in_float32")
-        + tests(COURSE, answers="a_norm_of_any_shape_and_type a_norm_hands_gradients_on")),
-    Task(4, "visible", "model.py", ("visible",), 40, 2, tests(
-        model="visible_in_the_first_block")
-        + tests(COURSE, visible="visible_behind_a_filled_cache "
-                "visible_for_rows_at_different_places visible_within_a_window "
-                "visible_where_slots_are_not_positions visible_in_a_tree")
-        + tests(properties="visible_is_its_definition")),
-    Task(5, "Attention.forward", "model.py", ("Attention.forward",), 45, 3, tests(
-        by_hand="an_attention_after_a_filled_cache an_attention_keeps_types an_attention_of_qwen")
-        + tests(COURSE, answers="an_attention_hands_gradients_on")),
-    Task(6, "KVCache.write", "kvcache.py", ("KVCache.write",), 25, 2, tests(
-        by_hand="a_write", model="cached_blocks_equal_the_full_pass[3-gemma2]",
+              "frequencies_of_llama3_by_hand",
+        answers="frequencies_of_drawn_settings")),
+    Task(3, "RMSNorm.forward", "model.py", ("RMSNorm.forward",), 1, 20, 1, tests(
+        by_hand="a_norm_of_two_numbers",
+        model="the_norm_of_gemma2_works_in_float32",
+        answers="a_norm_of_any_shape_and_type a_norm_hands_gradients_on")),
+    Task(4, "visible", "model.py", ("visible",), 2, 40, 2, tests(
+        model="visible_in_the_first_block",
+        visible="visible_behind_a_filled_cache visible_for_rows_at_different_places "
+                "visible_within_a_window visible_where_slots_are_not_positions visible_in_a_tree",
+        properties="visible_is_its_definition")),
+    Task(5, "Attention.forward", "model.py", ("Attention.forward",), 2, 45, 3, tests(
+        by_hand="an_attention_after_a_filled_cache an_attention_keeps_types an_attention_of_qwen",
+        answers="an_attention_hands_gradients_on")),
+    Task(6, "KVCache.write", "kvcache.py", ("KVCache.write",), 2, 25, 2, tests(
+        by_hand="a_write",
+        model="cached_blocks_equal_the_full_pass[3-gemma2]",
         properties="a_cache_is_a_table_of_slots")),
-    Task(7, "to_probs", "sampling.py", ("to_probs",), 35, 2, tests(
+    Task(7, "to_probs", "sampling.py", ("to_probs",), 3, 35, 2, tests(
         by_hand="probabilities probabilities_of_drawn_settings",
-        sampling="top_p_1_does_nothing_even_to_a_long_tail of_thousands_of_ties_the_lower_ids_stay "
-        "a_tiny_temperature_is_no_nan each_row_stands_for_itself "
-        "half_types_are_raised_and_float64_stays a_setting_out_of_range_is_named")
-        + tests(COURSE, answers="probabilities_of_a_large_vocabulary")),
-    Task(8, "Coins.choose", "sampling.py", ("Coins.choose",), 20, 1, tests(
+        sampling="top_p_1_does_nothing_even_to_a_long_tail "
+                 "of_thousands_of_ties_the_lower_ids_stay a_tiny_temperature_is_no_nan "
+                 "each_row_stands_for_itself half_types_are_raised_and_float64_stays "
+                 "a_setting_out_of_range_is_named",
+        answers="probabilities_of_a_large_vocabulary")),
+    Task(8, "Coins.choose", "sampling.py", ("Coins.choose",), 3, 20, 1, tests(
         by_hand="choices",
-        sampling="a_token_of_weight_zero_is_never_chosen a_long_tail_of_small_weights_is_not_lost "
-        "weights_of_which_none_counts_give_an_id_all_the_same")
-        + tests(COURSE, answers="choices_of_drawn_weights choices_have_any_shape_of_rows")),
-    Task(9, "verify", "verification.py", ("verify",), 45, 3, tests(
+        sampling="a_token_of_weight_zero_is_never_chosen "
+                 "a_long_tail_of_small_weights_is_not_lost "
+                 "weights_of_which_none_counts_give_an_id_all_the_same",
+        answers="choices_of_drawn_weights choices_have_any_shape_of_rows")),
+    Task(9, "verify", "verification.py", ("verify",), 3, 45, 3, tests(
         by_outcomes="verify_drawn_drafts verify_copied_drafts verify_a_rare_token "
-        "where_nothing_is_left[one_row] verify_rows_stand_for_themselves "
-        "a_batch_without_a_draft[verify] where_p_is_almost_q[verify] "
-        "verify_refuses_another_vocabulary",
-        layerskip="the_text_of_a_self_draft_is_the_targets")
-        + tests(COURSE, answers="long_drafts_of_a_large_vocabulary[verify-None] "
+                    "where_nothing_is_left[one_row] verify_rows_stand_for_themselves "
+                    "a_batch_without_a_draft[verify] where_p_is_almost_q[verify] "
+                    "verify_refuses_another_vocabulary",
+        layerskip="the_text_of_a_self_draft_is_the_targets",
+        answers="long_drafts_of_a_large_vocabulary[verify-None] "
                 "long_drafts_of_a_large_vocabulary[verify-9]")),
-    Task(10, "chain", "drafter.py", ("chain",), 40, 2, tests(
-        COURSE, chain="chain_draws_each_token_after_the_one_before "
-        "chain_returns_the_q_that_it_drew_from chain_keeps_the_token_that_stops_it "
-        "chain_rows_draw_for_themselves chain_rows_end_one_by_one "
-        "chain_lengths chain_rows_of_drawn_rules")
-        + tests(layerskip="the_text_of_a_self_draft_is_the_targets")),
-    Task(11, "SelfDraft.propose", "layerskip.py", ("SelfDraft.propose",), 45, 3, tests(
+    Task(10, "chain", "drafter.py", ("chain",), 4, 40, 2, tests(
+        chain="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
+              "chain_keeps_the_token_that_stops_it chain_rows_draw_for_themselves "
+              "chain_rows_end_one_by_one chain_lengths chain_rows_of_drawn_rules",
+        layerskip="the_text_of_a_self_draft_is_the_targets")),
+    Task(11, "SelfDraft.propose", "layerskip.py", ("SelfDraft.propose",), 4, 45, 3, tests(
         layerskip="a_draft_is_what_its_sublayers_say what_a_draft_hands_over_is_the_targets "
-        "a_copy_in_few_bits_hands_nothing_over "
-        "the_text_of_a_self_draft_is_the_targets")),
+                  "a_copy_in_few_bits_hands_nothing_over the_text_of_a_self_draft_is_the_targets")),
     Task(12, "expected_tokens, best_gamma", "control.py",
-         ("expected_tokens", "expected_tokens_along", "best_gamma"), 40, 2, tests(
+         ("expected_tokens", "expected_tokens_along", "best_gamma"), 4, 40, 2, tests(
         by_hand="expected_tokens_of_a_number best_gamma_of_a_number expected_tokens_along_texts "
-        "best_gamma_within_its_bounds best_gamma_of_drawn_costs a_draft_must_fit_into_a_series "
-        "expected_tokens_along_drawn_texts")),
+                "best_gamma_within_its_bounds best_gamma_of_drawn_costs "
+                "a_draft_must_fit_into_a_series expected_tokens_along_drawn_texts")),
     Task(13, "predict, expected_improvement", "search.py",
-         ("GaussianProcess.predict", "expected_improvement"), 40, 2, tests(
-             gaussian="predictions_by_the_dense_formula improvements_by_hand "
-             "a_single_observation_is_enough a_variance_that_rounding_made_negative "
-             "expected_improvement_is_exact_far_below_the_best_and_never_negative")),
-    Task(14, "climb", "search.py", ("climb",), 35, 2, tests(
-        gaussian="a_climb_by_hand a_climb_ends_where_no_allowed_flip_is_better")
-        + tests(COURSE, answers="a_climb_that_takes_back_what_it_did")),
-    Task(15, "verify_tree", "methods/trees.py", ("verify_tree",), 60, 3, tests(
+         ("GaussianProcess.predict", "expected_improvement"), 5, 40, 2, tests(
+        gaussian="predictions_by_the_dense_formula improvements_by_hand "
+                 "a_single_observation_is_enough a_variance_that_rounding_made_negative "
+                 "expected_improvement_is_exact_far_below_the_best_and_never_negative")),
+    Task(14, "climb", "search.py", ("climb",), 5, 35, 2, tests(
+        gaussian="a_climb_by_hand a_climb_ends_where_no_allowed_flip_is_better",
+        answers="a_climb_that_takes_back_what_it_did")),
+    Task(15, "verify_tree", "methods/trees.py", ("verify_tree",), 5, 60, 3, tests(
         by_outcomes="verify_tree_drawn_siblings verify_tree_copied_siblings "
-        "where_nothing_is_left[one_walk] verify_tree_rows_stand_for_themselves "
-        "a_batch_without_a_draft[verify_tree] "
-        "where_p_is_almost_q[verify_tree] where_p_is_almost_q[siblings]")
-        + tests(COURSE, answers="long_drafts_of_a_large_vocabulary[verify_tree-None]")),
-    Task(16, "alpha", "support/stats.py", ("Counts.alpha",), 10, 1,
-         tests(COURSE, answers="alpha_is_no_share_of_drafted_tokens")),
-    Task(17, "counterexample", "exercises/published.py", ("counterexample",), 25, 2,
-         tests(COURSE, published="a_counterexample_to_the_first_failure")),
+                    "where_nothing_is_left[one_walk] verify_tree_rows_stand_for_themselves "
+                    "a_batch_without_a_draft[verify_tree] where_p_is_almost_q[verify_tree] "
+                    "where_p_is_almost_q[siblings]",
+        answers="long_drafts_of_a_large_vocabulary[verify_tree-None]")),
+    Task(16, "alpha", "support/stats.py", ("Counts.alpha",), 4, 10, 1, tests(
+        answers="alpha_is_no_share_of_drafted_tokens")),
+    Task(17, "counterexample", "exercises/published.py", ("counterexample",), 5, 25, 2, tests(
+        published="a_counterexample_to_the_first_failure")),
     Task(18, "draft_cost, speed, break_even", "exercises/published.py",
-         ("draft_cost", "speed", "break_even"),
-         20, 2, tests(COURSE, published="a_published_run drawn_runs")),
-    Task(19, "Race.settle", "sampling.py", ("Race.settle",), 25, 2, tests(
+         ("draft_cost", "speed", "break_even"), 4, 20, 2, tests(
+        published="a_published_run drawn_runs")),
+    Task(19, "Race.settle", "sampling.py", ("Race.settle",), 5, 25, 2, tests(
         by_hand="winners_of_a_race what_has_no_chance_never_wins",
-        exact="the_law_of_a_race a_draft_by_the_model_itself_wins_every_race")
-        + tests(COURSE, answers="winners_of_a_race_share_what_has_one_row")),
+        exact="the_law_of_a_race a_draft_by_the_model_itself_wins_every_race",
+        answers="winners_of_a_race_share_what_has_one_row")),
     Task(20, "cost_in_bits, best_bits", "exercises/economics.py",
-         ("cost_in_bits", "best_bits"), 25, 2,
-         tests(COURSE, economics="the_cost_of_few_bits the_best_bits "
-               "the_best_bits_on_drawn_machines")),
+         ("cost_in_bits", "best_bits"), 4, 25, 2, tests(
+        economics="the_cost_of_few_bits the_best_bits the_best_bits_on_drawn_machines")),
     Task(21, "pass_seconds, largest_batch", "exercises/economics.py",
-         ("pass_seconds", "largest_batch"),
-         20, 2, tests(COURSE, economics="the_time_of_a_pass the_largest_batch "
-                              "the_largest_batch_of_drawn_machines")),
-    Task(22, "head_loss", "exercises/exits.py", ("head_loss",), 20, 2,
-         tests(COURSE, exits="the_loss_of_a_head what_a_head_need_not_learn "
-               "a_head_learns_and_its_teacher_does_not what_is_no_text_leaves_no_gradient")),
+         ("pass_seconds", "largest_batch"), 4, 20, 2, tests(
+        economics="the_time_of_a_pass the_largest_batch the_largest_batch_of_drawn_machines")),
+    Task(22, "head_loss", "exercises/exits.py", ("head_loss",), 6, 20, 2, tests(
+        exits="the_loss_of_a_head what_a_head_need_not_learn "
+              "a_head_learns_and_its_teacher_does_not what_is_no_text_leaves_no_gradient")),
     Task(23, "enabled_exits, exit_loss", "exercises/exits.py",
-         ("enabled_exits", "exit_loss"), 25, 2,
-         tests(COURSE, exits="the_exits_of_a_step the_exits_by_hand the_loss_of_the_exits "
-               "the_loss_of_two_exits_by_hand the_loss_of_the_exits_trains_them")),
-    Task(24, "draw_at_exit", "exercises/exits.py", ("draw_at_exit",), 20, 2,
-         tests(COURSE, exits="the_first_exit_that_is_sure exits_of_drawn_models "
-               "an_exit_is_sure_at_the_threshold_itself "
-               "a_token_is_drawn_from_the_q_that_comes_back")),
-    Task(25, "constrain", "exercises/serving.py", ("constrain",), 25, 2,
-         tests(COURSE, serving="a_draft_under_a_grammar each_text_has_its_own_state")),
+         ("enabled_exits", "exit_loss"), 6, 25, 2, tests(
+        exits="the_exits_of_a_step the_exits_by_hand the_loss_of_the_exits "
+              "the_loss_of_two_exits_by_hand the_loss_of_the_exits_trains_them")),
+    Task(24, "draw_at_exit", "exercises/exits.py", ("draw_at_exit",), 6, 20, 2, tests(
+        exits="the_first_exit_that_is_sure exits_of_drawn_models "
+              "an_exit_is_sure_at_the_threshold_itself "
+              "a_token_is_drawn_from_the_q_that_comes_back")),
+    Task(25, "constrain", "exercises/serving.py", ("constrain",), 3, 25, 2, tests(
+        serving="a_draft_under_a_grammar each_text_has_its_own_state")),
     Task(26, "ring_mask, ring_size, ring_counterexample", "exercises/serving.py",
-         ("ring_mask", "ring_size", "ring_counterexample"), 30, 3,
-         tests(COURSE, serving="the_mask_of_a_ring the_size_of_a_ring "
-               "a_counterexample_to_a_smaller_ring")),
+         ("ring_mask", "ring_size", "ring_counterexample"), 2, 30, 3, tests(
+        serving="the_mask_of_a_ring the_size_of_a_ring a_counterexample_to_a_smaller_ring")),
 ]
 
 
