@@ -26,15 +26,14 @@ def unit(x):
     return F.rms_norm(x, x.shape[-1:])
 
 
-def graft(model, first, count, hidden_dim=None, kind=Transformer):
-    """A Transformer, of this kind, that shares embedding, final norm and head with the model, and
-    has `count` blocks of its own. They start as copies of the model's from block `first` on, with
-    the first hidden_dim units of their MLPs. They attend to the whole text, without a sliding
-    window."""
+def graft(model, first, count, hidden_dim=None):
+    """A Transformer that shares embedding, final norm and head with the model, and has `count`
+    blocks of its own. They start as copies of the model's from block `first` on, with the first
+    hidden_dim units of their MLPs. They attend to the whole text, without a sliding window."""
     last = model.c.n_layers - 1
     units = hidden_dim or model.c.hidden_dim
     c = replace(model.c, n_layers=count, hidden_dim=units, window=None)
-    own = kind(replace(c, vocab_size=1, tied=True)).to(model.tok.device, model.tok.dtype)
+    own = Transformer(replace(c, vocab_size=1, tied=True)).to(model.tok.device, model.tok.dtype)
     own.c = c
     own.tok = model.tok
     own.norm = model.norm

@@ -5,19 +5,7 @@ from torch import nn
 
 from drafter import chain
 from methods.base import Head, Price, Reader, graft, unit
-from model import Placement, Transformer
-
-
-class EagleBlock(Transformer):
-    """The block of an Eagle, which takes what `Eagle.join` made, or one state for each token."""
-
-    def enter(self, x):
-        """(B, T, dim + n * dim) -> (B, T, dim)"""
-        x, before = x.tensor_split([self.c.dim], -1)
-        if before.shape[-1] > self.c.dim:       # n states of the target, not the block's own
-            states = before.unflatten(-1, (-1, self.c.dim))
-            before = F.linear(unit(states).flatten(-2), self.mix)
-        return x + F.linear(unit(before), self.matrix)
+from model import Placement
 
 
 class Eagle(Head):
@@ -41,19 +29,22 @@ class Eagle(Head):
         self.shape = {"fused": bool(fused)}
         blocks = (L // 4, L // 2, L) if fused else (L,)
         self.taps = [2 * max(1, b) - 1 for b in blocks]
-        self.own = graft(model, 0, 1, kind=EagleBlock)
-        self.own.matrix = nn.Parameter(model.tok.new_zeros(dim, dim))
+        self.own = graft(model, 0, 1)
         self.weights = nn.Module()
         self.weights.blocks = self.own.blocks
         if fused:       # (dim, 3 dim): at first the final state alone
-            self.own.mix = nn.Parameter(F.pad(torch.eye(dim).to(model.tok), (2 * dim, 0)))
-            self.weights.mix = self.own.mix
-        self.weights.matrix = self.own.matrix
+            self.weights.mix = nn.Parameter(F.pad(torch.eye(dim).to(model.tok), (2 * dim, 0)))
+        self.weights.matrix = nn.Parameter(model.tok.new_zeros(dim, dim))
         self.price = Price(self.count(), reads=True)
 
     def join(self, tokens, before):
-        """Embeddings of tokens (B, T) beside the states (B, T, n * dim) of those before them."""
-        return torch.cat([self.own.embed(tokens), before], -1)
+        """The inputs of the block (B, T, dim), by tokens (B, T) and what stands before each: states
+        of the target (B, T, taps * dim), or the block's own output (B, T, dim)."""
+        x = self.own.embed(tokens)
+        if before.shape[-1] > x.shape[-1]:
+            states = before.unflatten(-1, (len(self.taps), -1))
+            before = F.linear(unit(states).flatten(-2), self.weights.mix)
+        return x + F.linear(unit(before), self.weights.matrix)
 
     def predict(self, tokens, trace, cache):
         T = tokens.shape[1]
@@ -65,7 +56,7 @@ class Eagle(Head):
         seen = []                           # the rows of the mask: who sees whom among them
         for k in range(1, 1 + self.reach):
             moved = F.pad(before, (0, 0, 1, 0))[:, :-1]     # the state of the token before each
-            inputs.append(self.own.enter(self.join(tokens, moved)))
+            inputs.append(self.join(tokens, moved))
             text = ones.tril(1 - k)                         # keys of the first step
             drafted = [ones.tril(d).triu(d) for d in range(2 - k, 1)]   # one key of each later step
             seen = [F.pad(rows, (0, T)) for rows in seen]
@@ -86,14 +77,14 @@ class EagleDraft(Reader):
 
     def inputs(self, state, slots):
         tokens = state.read(slots.expand(len(self.noted), -1))
-        return self.own.enter(self.head.join(tokens, super().inputs(state, slots)))
+        return self.head.join(tokens, super().inputs(state, slots))
 
     def propose(self, state):
         def step(token, k):
             if k == 0:
                 self.said = self.catch_up(state)
             else:
-                x = self.own.enter(self.head.join(token, self.said))
+                x = self.head.join(token, self.said)
                 self.said = self.own.run(x, state.span(k, k + 1), self.cache)
             return self.own.unembed(self.said)                                  # (B, 1, V)
 

@@ -1,12 +1,12 @@
-"""Trained heads: the loop stays exact, drafting says what training trained, files,
-what is refused."""
+"""Trained heads: the loop stays exact, drafting says what training trained, and files."""
 import json
 from dataclasses import replace
 
 import promises
 import pytest
 import torch
-from promises import Watched, compared
+from promises import compared
+from test_trees import drafts
 from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, read, warm
 
 from control import Confidence
@@ -112,8 +112,8 @@ def in_turns(m, head, far):
 
 
 def with_tail(m, head, far):
-    """Its next draft begins behind what was accepted of the tail,
-    here of a model that is always right."""
+    """Its next draft begins behind what was accepted of the tail, here of a model that is always
+    right."""
     return Then(checked(wild(head), Says(lambda state: len(state.known[0]) % 2), far),
                 ModelDraft(m, 2))
 
@@ -158,12 +158,10 @@ def test_a_prompt_of_one_token_drafts_from_its_own_state(models):
 
 
 def test_a_tree_has_as_many_levels_as_the_rule_says(models):
-    drafter, seen = Medusa(models["llama"], 3).drafter(2, [0, 0, 1, 1, 2, 3]), []
-    watched = Watched(drafter, lambda state, draft: seen.append(draft))
-    next(rounds(models["llama"], PROMPTS, 20, watched))
-    assert seen[0].parents.tolist() == [[0, 0, 1, 1, 2]], "the third level is not drawn"
-    assert torch.equal(seen[0].q.argmax(-1), seen[0].tokens), (
-        "greedy, each token is what its q says")
+    m = models["llama"]
+    draft = drafts(m, Medusa(m, 3).drafter(2, [0, 0, 1, 1, 2, 3]), 20)
+    assert draft.parents.tolist() == [[0, 0, 1, 1, 2]], "the third level is not drawn"
+    assert torch.equal(draft.q.argmax(-1), draft.tokens), "greedy, each token is what its q says"
 
 
 def test_a_long_prompt_is_read_in_parts():
@@ -237,12 +235,11 @@ def test_damaged_files_are_refused(tmp_path, models):
             heads.load(tmp_path, models["llama"])
 
 
-@pytest.mark.parametrize("build, message", [
-    (lambda m: Kangaroo(m, 7), "exit layer must lie between 1 and 6"),
-    (lambda m: Medusa(m, 2).drafter(3), "2 heads cannot draft 3 tokens")])
-def test_what_makes_no_sense_is_refused(models, build, message):
-    with pytest.raises(ValueError, match=message):
-        build(models["llama"])
+def test_what_makes_no_sense_is_refused(models):
+    with pytest.raises(ValueError, match="exit layer must lie between 1 and 6"):
+        Kangaroo(models["llama"], 7)
+    with pytest.raises(ValueError, match="2 heads cannot draft 3 tokens"):
+        Medusa(models["llama"], 2).drafter(3)
 
 
 def test_what_a_kangaroo_missed_it_reads_at_once(models):
