@@ -99,7 +99,7 @@ def download_first(name):
 def check_fetched(path, start):
     """Raise ValueError for the pointer that Git leaves in place of a file that LFS has not
     fetched."""
-    if start.startswith(b"version https://git-lfs"):
+    if start.startswith("version https://git-lfs"):
         raise ValueError(f"{path}: a Git LFS pointer instead of the file: run git lfs pull in its "
                          "folder")
 
@@ -107,12 +107,11 @@ def check_fetched(path, start):
 def read_text(path):
     check_there(path)
     try:
-        content = path.read_bytes()
-        text = content.decode("utf-8-sig")  # skips a byte order mark
+        text = path.read_text(encoding="utf-8-sig")     # skips a byte order mark
     except (UnicodeDecodeError, OSError) as e:
         raise ValueError(f"{path}: not readable as UTF-8 text ({e})") from None
-    check_fetched(path, content)
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    check_fetched(path, text)
+    return text
 
 
 def parse_json(text):
@@ -150,7 +149,7 @@ def open_with(reader, path, what):
     """reader(path). Raises FileNotFoundError or ValueError. what: the message if the reader
     fails."""
     check_there(path)
-    with open(path, "rb") as file:
+    with open(path, encoding="latin-1") as file:    # which takes any bytes
         check_fetched(path, file.read(64))
     with guarded(f"{path}: {what}"):
         return reader(str(path))

@@ -258,7 +258,6 @@ class Transformer(nn.Module):
     chunk = 256     # tokens of a prompt that are read at once: the scores of more take more memory
     widest = 256    # tokens that a drafter may read at once
     share = 1.0     # of the output head that a draft reads
-    exits = 1 / 12, 1 / 6, 1 / 4, 1 / 3     # parts of the blocks after which it is good to leave
 
     def __init__(self, c):
         super().__init__()
@@ -303,10 +302,9 @@ class Transformer(nn.Module):
             sublayers: Sequence[int] | None = None, trace: dict | None = None, table=None,
             masks=None) -> torch.Tensor:
         """Apply `sublayers`, by default all, to x (B, T, dim), whose tokens stand `at` a Placement.
-        Number 2i is the attention of block i, and 2i+1 its MLP. Pass
-        `trace` as {sub-layer: None}, and `run` fills in the values, which are x (B, T, dim) after
-        each of these sub-layers. A caller who has what `angles` and `build_masks` return may pass
-        it as `table` and `masks`."""
+        Number 2i is the attention of block i, and 2i+1 its MLP. `run` fills in the values of
+        `trace`, a dict {sub-layer: None}, with x (B, T, dim) after each of these sub-layers. A
+        caller who has what `angles` and `build_masks` return may pass it as `table` and `masks`."""
         c = self.c
         start = 0                           # the first slot that sliding layers read
         if c.window is not None:

@@ -96,13 +96,15 @@ def commit(state, r, accepted, token, eos):
     sure = raw_probs(r.logits).gather(2, out[..., None])[..., 0]                # (B, K+1)
     tokens, sure, accepted, offered = fetch(
         out, sure, accepted[:, None], r.draft.length[:, None])
-    check_finite(sure, r.logits.dtype)
 
     r.new = []
     r.sure = []
     kept = []
     proposed = []
     for b, [count] in enumerate(accepted):
+        if math.isnan(sum(sure[b])):    # where one logit is NaN or infinite, all chances are NaN
+            raise ValueError(f"the model's logits for row {b} are NaN or infinite: its weights are "
+                             f"damaged, or {r.logits.dtype} is too narrow for them")
         new = until(eos, tokens[b][: count + 1]) if state.left[b] else []
         state.known[b] += new
         state.left[b] -= len(new)
@@ -283,12 +285,3 @@ def check_prompts(model, prompts, max_new, names=None):
         if bad is not None:
             raise ValueError(f"{name} holds token id {bad}, but ids run from 0 to "
                              f"{c.vocab_size - 1}")
-
-
-def check_finite(chances, dtype):
-    """Raise ValueError if a row has a probability that is NaN. Where a logit is NaN or +inf, all
-    are."""
-    for b, row in enumerate(chances):
-        if math.isnan(sum(row)):
-            raise ValueError(f"the model's logits for row {b} are NaN or infinite: "
-                             f"its weights are damaged, or {dtype} is too narrow for them")

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from exercises import splice
-from exercises.cuts import bare, change, find, read
+from exercises.cuts import bare, change, read
 from exercises.tasks import choose
 
 RIGHT, WRONG = (read(Path(__file__).with_name(f"{name}.txt")) for name in ("right", "wrong"))
@@ -33,13 +33,20 @@ def wrong(task):
 
 @cache
 def mutants(name):
-    """[(what to say, the function `name` with that mistake)]"""
+    """[(what to say, the function or method `name` with that mistake)]"""
     task, found = choose(name), []
-    ours = bare(find(ast.parse(original(task)), name))
+    others = {other.split(".")[0] for other in task.functions if other != name}
+
+    def code(text):
+        """What of an answer makes `name`."""
+        return [bare(node) for node in ast.parse(text).body
+                if getattr(node, "name", None) not in others]
+
     library = vars(importlib.import_module(task.module.removesuffix(".py").replace("/", ".")))
+    outer, _, last = name.rpartition(".")
     for text, why in wrong(task):
         with suppress(Exception):       # some cannot even be imported
-            if why and bare(find(ast.parse(text), name)) != ours:
-                exec(text, space := dict(library))
-                found.append((why, space[name]))
+            if why and code(text) != code(original(task)):
+                exec(splice.code(task.module, task.functions, text), space := dict(library))
+                found.append((why, vars(space[outer])[last] if outer else space[name]))
     return found

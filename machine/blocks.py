@@ -35,8 +35,8 @@ class Slots(KVCache):
 
 
 def widen(at, dead, end):
-    """The Placement with `dead` dead tokens after the block, in a cache of which `end` slots are
-    read. Tokens beyond the last slot write to it."""
+    """The Placement with `dead` dead tokens after the block, in a cache of `end` slots. Tokens
+    beyond the last slot write to it."""
     if dead == 0:
         return at._replace(first=0, end=end, same=False)
     steps = torch.arange(1, dead + 1, device=at.slots.device)
@@ -81,8 +81,8 @@ class Piece(NamedTuple):
 
     def unpack(self, model, W, tensors):
         """(Placement, masks, (cos, sin), cache) of a block of W tokens. `tensors` are the ones from
-        `placed`, then the angles of all slots (S, D), then keys and values of each
-        attention. All layers read S slots, even sliding ones."""
+        `placed`, then the angles of all slots (S, D), then keys and values of each attention. All
+        layers read S slots, even sliding ones."""
         if self.chain:
             first, cos, sin, *caches = tensors
             steps = torch.arange(W, device=first.device)

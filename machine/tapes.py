@@ -82,15 +82,12 @@ class Home:
         self.tapes = {}
 
     def move_in(self, cache):
-        """Give the cache this memory, and its own to the one that was here, if that is still in
-        use."""
-        theirs = cache.k, cache.v
+        """Give the cache this memory, and a copy of it to the one that was here, if that is still
+        in use."""
         before = self.cache()
-        for here, there in zip(self.memory, theirs, strict=True):
-            kept = here.clone()
-            here.copy_(there)
-            there.copy_(kept)
-        cache.use(*self.memory)
         if before is not None:
-            before.use(*theirs)
+            before.use(*(t.clone() for t in self.memory))
+        for here, there in zip(self.memory, (cache.k, cache.v), strict=True):
+            here.copy_(there)
+        cache.use(*self.memory)
         self.cache = ref(cache)

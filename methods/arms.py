@@ -18,6 +18,7 @@ from sampling import raw_probs
 FADE = 0.95     # the share of the counts that remains after each round
 BIN_FADE = 0.98     # the same for a bin of confidence, after each token in it
 UNKNOWN = 11    # the bin of a confidence that was not asked for
+EXITS = 1 / 12, 1 / 6, 1 / 4, 1 / 3     # shares of the blocks after which it is good to leave
 PRIOR = 4       # tests that the training of a head, or an earlier text, counts for
 
 
@@ -204,7 +205,7 @@ def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None, small=
     short = ShortHead(model, vocab) if vocab else model
     drafts = {}
     if not models:      # an exit only pays on a model that was trained for it
-        layers = sorted({max(1, round(L * part)) for part in model.exits} - {L})
+        layers = sorted({max(1, round(L * part)) for part in EXITS} - {L})
         drafts = {f"exit {e}": early_exit(L, e) for e in layers}
     if skip:
         drafts["skip set"] = skip

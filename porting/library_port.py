@@ -258,11 +258,13 @@ def ngram(r, dtype, coins):
 
 
 class Notes(Wrapper):
-    """A wrapper around a drafter: keeps what it proposed, and what was known before."""
+    """A wrapper around a drafter: keeps what it proposed, how much of that fits into each text, and
+    what was known before. After the round a tree is gone from all this."""
 
     def propose(self, state):
         self.known, self.left = [list(text) for text in state.known], list(state.left)
         self.draft = super().propose(state)
+        self.lengths = self.draft.fit(state).length.tolist()
         return self.draft
 
 
@@ -302,11 +304,9 @@ def rounds(r, dtype, coins):
 
 def row_of(notes, outcome, p, coins, b, flips, last):
     """What one round did to text b; None once its answer is complete."""
-    draft, text, left = notes.draft, notes.known[b], notes.left[b]
-    if not left:
+    draft, text, K = notes.draft, notes.known[b], notes.lengths[b]
+    if not notes.left[b]:
         return None
-    K = min(draft.tokens.shape[1], left - 1)
-    K = K if draft.length is None else min(K, int(draft.length[b]))
     tokens, parents = draft.tokens[b, :K].tolist(), list(range(K))
     if isinstance(draft, Tree):
         parents = draft.parents[0].tolist()
@@ -381,8 +381,7 @@ OPS = dict(
     softcap=lambda r, dtype, _: {"y": pack(model.softcap(unpack(r["x"], dtype), r["cap"]))},
     weights=weights, norm=norm, rotate=turn, visible=visible, attend=attend, sublayer=sublayer,
     forward=forward, blocks=blocks, uniforms=uniforms, probs=probs, choose=choose, verify=verify,
-    ngram=ngram,
-    rounds=rounds, race=race, race_rounds=race_rounds)
+    ngram=ngram, rounds=rounds, race=race, race_rounds=race_rounds)
 
 
 @torch.inference_mode()

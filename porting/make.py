@@ -1,4 +1,7 @@
-"""Answers the cases of traces/ again with the library, and records what wrong ports answer instead.
+"""Answers the cases of traces/ again with the library, and records what wrong ports and wrong
+engines answer instead: a port in any language that makes one of their mistakes gives one of these
+answers, so the checker can name the mistake. Each is made by one change from wrong.txt, a port from
+numpy_port.py and an engine from the library.
 
     python -m porting.make core        traces/, without the next ones
     python -m porting.make stories     traces/stories/: the cases on weights/stories-llama
@@ -12,22 +15,60 @@ trace.
 import hashlib
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from checkpoint import read_tokenizer
+from exercises.cuts import change, read
 from porting import check, engine, library_engine
+from porting.check import ROOT
 from porting.library_port import Close, Watch, answer, tree_margin
-from porting.wrong_ports import ENGINES, MISTAKES, answers, wrong_engine, wrong_port
 
-ROOT = Path(__file__).resolve().parent.parent
+PORT = "porting/numpy_port.py"
+SOURCE = (ROOT / PORT).read_text(encoding="utf-8")
+ROWS = read(Path(__file__).with_name("wrong.txt"))
+MISTAKES = [row[1:5] for row in ROWS if row.file == PORT]   # scope, old, new, mistake
+ENGINES = [row[:5] for row in ROWS if row.file != PORT]     # file, scope, old, new, mistake
 MARGIN = 1e-4
 ENGINE_MARGIN = 1e-3
 MAY_FAIL = {"verification.py": ["token", "block"], "methods/trees.py": ["tree"],
             "porting/library_engine.py": ["race", "match"]}     # others: "race"
 # of a new case, by its step
 TOLERANCE = [1e-6, 1e-5, 1e-5, 1e-5, 1e-5, 1e-4, 1e-4, 1e-5, 1e-3, 1e-3]
+
+
+def wrong_port(scope, old, new):
+    """The source of the port with that mistake."""
+    return change(SOURCE, scope, old, new)
+
+
+def answers(source, requests):
+    """{number: answer} of a port given by its source, run in this process. Failed cases have no
+    answer."""
+    space, found = {"__name__": "port"}, {}
+    exec(compile(source, "wrong port", "exec"), space)  # our own source, with one line changed
+    for request in requests:
+        if not request["trees"]:
+            try:
+                with np.errstate(all="ignore"):
+                    found[request["case"]] = space["OPS"][request["op"]](request)
+            except (ArithmeticError, LookupError, StopIteration, ValueError):
+                continue
+    return found
+
+
+def wrong_engine(file, scope, old, new):
+    """`library_engine.answer` with a mistake in one function of the library or of itself."""
+    space = {"__name__": "engine", "__file__": str(ROOT / "porting" / "library_engine.py")}
+    source = change((ROOT / file).read_text(encoding="utf-8"), scope, old, new)
+    exec(compile(source, file, "exec"), space)
+    if "answer" in space:
+        return space["answer"]
+    rules = {rule: space.get(f.__name__, f) for rule, f in library_engine.RULES.items()}
+    return partial(library_engine.answer, rules=rules)
 
 
 def is_exact(request):
@@ -99,7 +140,7 @@ def write_mistakes(out):
         for number, wrong in answers(wrong_port(scope, old, new), requests).items():
             expect = cases[number][1]
             said = json.loads(json.dumps(wrong))
-            if check.differ(expect["answer"], said, expect["tolerance"], []):
+            if check.differ(expect["answer"], said, expect["tolerance"]):
                 told, right = (check.print_of(x, sorted(expect["answer"]))
                                for x in (wrong, expect["answer"]))
                 if not check.alike(told, right, expect["tolerance"]):
@@ -139,8 +180,8 @@ def write_engine(cases):
                              f"{case['margin']}")
         case["answer"] = engine_answer(case)
         case["wrong"] = {}
-    for i, (file, *change, mistake) in enumerate(ENGINES):
-        reply = wrong_engine(file, *change)
+    for i, (file, *row, mistake) in enumerate(ENGINES):
+        reply = wrong_engine(file, *row)
         for case in (case for case in cases if case["rule"] in MAY_FAIL.get(file, ["race"])):
             got = engine_answer(case, reply)
             if got and not engine.alike(case["answer"], got):

@@ -7,6 +7,8 @@ import pytest
 import torch
 from tiny import law
 
+from exercises.answers import mutants
+
 NEAR = ("right but for rounding: is something computed in float32? "
         "What comes in float64 must stay so")
 CLOSE = "right but for something small: is an epsilon added, or a constant rounded?"
@@ -81,6 +83,24 @@ def known(got, mistakes):
         if got.shape == wrong.shape and torch.allclose(got, wrong, rtol=1e-6, equal_nan=True):
             return why
     return None
+
+
+class Mistakes:
+    """{what to say: what call(function) gives} for each wrong answer of exercises/wrong.txt. It is
+    computed only where a test fails. run: the calls are call(function, coins), for a law. What
+    raises an error gives ()."""
+
+    def __init__(self, name, call, run=False):
+        self.name, self.call, self.run = name, call, run
+
+    def items(self):
+        for why, function in mutants(self.name):
+            def given(*coins, function=function):
+                try:
+                    return self.call(function, *coins)
+                except (Exception, pytest.fail.Exception):
+                    return ()
+            yield why, given if self.run else given()
 
 
 def picture(mask):

@@ -32,7 +32,7 @@ def world(damp):
     return m
 
 
-@pytest.mark.parametrize("damp, T", [(0.0, 0.0), (0.1, 0.0), (0.3, 0.8), (1.0, 0.0), (1.0, 0.8)])
+@pytest.mark.parametrize("damp, T", [(0.0, 0.0), (0.3, 0.8), (1.0, 0.8)])
 def test_auto_is_never_far_below_the_best(damp, T, monkeypatch):
     monkeypatch.setattr(measure, "CONTEXT", 16)
     with Clock() as clock:

@@ -1,6 +1,7 @@
 """`verify` and `verify_tree` by their outcomes, all enumerated: what counts is the distribution
 of the text. A verifier that keeps few drafts may be right all the same, so each text is completed
-by p before it is compared, and what is kept is only remarked on."""
+by p before it is compared, and what is kept is only remarked on. A wrong one is told from others by
+what the mistakes of exercises/wrong.txt give."""
 import itertools
 import math
 from functools import partial
@@ -8,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from teach import fail, promise, same_law
+from teach import Mistakes, fail, promise, same_law
 from tiny import law, plant, wide
 
 from methods.trees import verify_tree
@@ -17,8 +18,8 @@ from verification import verify
 
 
 class Tables(NamedTuple):
-    """The distributions of target and draft after each token,
-    and at last that of the first token."""
+    """The distributions of target and draft after each token. The last row, -1, is the first
+    token's."""
     p: torch.Tensor     # (V + 1, V)
     q: torch.Tensor     # (V + 1, V)
 
@@ -30,11 +31,11 @@ def mixed(V, seed):
 
 
 def mostly_sure(V=300, unsure=(0, 3, 8)):
-    """Tables of a long text 0, 1, 2, ... of a large vocabulary,
-    of which few tokens are in doubt."""
+    """Tables of a long text 0, 1, 2, ... of a large vocabulary. Only after the tokens `unsure` is
+    the next one in doubt."""
     p = torch.eye(V, dtype=torch.float64)[[*range(1, V), 0, 0]]
     q = p.clone()
-    for t in unsure:        # -1: the first token
+    for t in unsure:
         p[t], q[t] = 0, 0
         p[t, [t + 1, t + 50, 299]], q[t, [t + 1, t + 50]] = wide([0.5, 0.3, 0.2]), wide([0.8, 0.2])
     return Tables(p, q)
@@ -44,8 +45,7 @@ P = wide([[0.1, 0.2, 0.7], [0.6, 0.3, 0.1], [0.25, 0.25, 0.5], [0.45, 0.2, 0.35]
 Q = wide([[0.1, 0.201, 0.699], [0.2, 0.2, 0.6], [0.5, 0.35, 0.15], [0.2, 0.75, 0.05]])
 SMALL, FOUR, LONG = Tables(P, Q), mixed(4, 1), mostly_sure()
 CLOSE = Tables(P, P + wide([1e-8, -2e-8, 1e-8]))        # what a rejection leaves is next to nothing
-# a target that is sure of each token
-GREEDY = Tables(torch.eye(3, dtype=torch.float64)[[1, 2, 0, 2]], Q)
+GREEDY = Tables(torch.eye(3, dtype=torch.float64)[[1, 2, 0, 2]], Q)     # a target that is sure
 RARE = Tables(wide([[1e-6, 0.4, 0.599999]] * 4), Q)     # a token that the target seldom writes
 NAMED = {"rare": RARE, "small": SMALL, "four": FOUR, "long": LONG, "greedy": GREEDY}
 
@@ -64,7 +64,7 @@ def completed(found, *tables, count):
     """{text or texts: probability}, each completed to `count` tokens by its p."""
     whole = {}
     for texts, weight in found.items():
-        laws = [target_law(p, count, text) for p, text in zip(tables, texts, strict=True)]
+        laws = [target_law(tables[b], count, text) for b, text in enumerate(texts)]
         outcomes = {(): weight}
         for one in laws:
             outcomes = {(*done, text): w * x for done, w in outcomes.items()
@@ -75,8 +75,8 @@ def completed(found, *tables, count):
 
 
 def planted(coins, parents, tables, copied=None):
-    """Drafts drawn from q, or `copied` ones: their tokens, what each was drawn from, and the way to
-    each. parents: range(K) for a chain."""
+    """Drafts drawn from q, or `copied` ones. Returns their tokens, what each was drawn from, and
+    the way to each. The parents of a chain of K are range(K)."""
     if copied is None:
         return plant(parents, lambda way: tables.q[way[-1] if way else -1], coins)
     way = [()]
@@ -91,107 +91,36 @@ def after(way, p):
 
 
 def written(verifier, parents, count, copied=None, tables=SMALL, length=None):
-    """A run of one round: plant drafts and verify them. A text of at most `count` tokens, alone in
-    a tuple."""
+    """A run of one round, which plants drafts and verifies them. Its outcome is a text of at most
+    `count` tokens, alone in a tuple."""
     def once(coins):
         tokens, q, way = planted(coins, parents, tables, copied)
         node, token = verifier(after(way, tables.p), q, tokens, parents, coins, length)
         most = len(tokens) if length is None else length
         if not 0 <= node <= most:
+            bonus = "the bonus token is counted as accepted; it is not a draft"
             fail(f"{most} proposed tokens", f"the last accepted one, 0 (none) to {most}", node,
-                 "the bonus token is counted as accepted; it is not a draft"
-                 if length is None else DEAD)
+                 bonus if length is None else DEAD)
         return (*way[node], token)[:count],
     return once
 
 
 DEAD = "`length` is ignored: what a row does not propose is dead, and is never accepted"
-MISTAKES = {    # of `verify` and `verify_tree`
-    "threshold": "a draft with p < q is always rejected; accept it with probability p/q",
-    "agree": "a draft is accepted only where it is p's most likely token: greedy decoding, not "
-             "sampling",
-    "zero": "only the rejected token is set to zero; max(p - q, 0) subtracts q from every token",
-    "sure": "the token after the draft is the most likely one of what is left; it must be drawn",
-    "all": "every draft is accepted; one with p < q must be rejected with probability 1 - p/q",
-    "upside down": "the ratio is upside down: accept with probability min(1, p/q), not q/p",
-    "all passed": "drafts after the first rejection are counted, too; nothing after it counts",
-    "p": "a rejected draft is replaced by a token from p; it must come from max(p - q, 0), or the "
-         "drafts' favourites come twice as often",
-    "abs": "the replacement is drawn from |p - q|; what q has too much of must be cut off: max(p - "
-           "q, 0)",
-    "next row": "draft k is judged by the row of p after it; row k judges it, and row 0 the first "
-                "one",
-    "row 0": "the replacement is drawn from row 0 of p and q; take the rows of the rejected draft",
-    "next p": "the replacement is drawn from the row of p after the rejected draft's",
-    "last row": "the bonus token is drawn from the row of p that judged the last draft; it has a "
-                "row of its own, one further",
-    "again": "the bonus is skipped: after a draft that was accepted whole its last token comes "
-             "once more",
-    "subtract":
-        "where nothing was proposed q must count as 0; you subtract a row of q that is dead",
-    "same p": "later siblings are judged by p itself; after a rejection max(p - q, 0), scaled, is "
-              "used",
-    "not scaled":
-        "max(p - q, 0) must be scaled to sum to 1 before the next sibling is judged by it",
-    "root": "the token after the path is drawn at the root, from what its children left; it must "
-            "come from the row of the last accepted node",
-    "uncle": "a node is accepted whose parent was not; the walk goes from node to child",
-    "first two": "only the first two of the siblings are tried; each is, until one is accepted",
-    "two levels": "the walk ends at the children's children; it goes on as long as a node has "
-                  "children"}
-
-
-def by_the_walk(p, q, tokens, parents, coins, length, mistake=None):
-    """`verify` and `verify_tree` for one row: what each node leaves for its later children, then
-    the walk. A chain is a tree whose nodes have one child each.
-    With a mistake that a student might make."""
-    q = torch.eye(p.shape[-1], dtype=torch.float64)[tokens] if q is None else q
-    live, rest, chance = len(tokens) if length is None else length, list(p), []
-    for k, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        left = p[parent] if mistake == "same p" else rest[parent]
-        judge = p[parent + 1] if mistake == "next row" else left
-        chance.append(judge[token] / q[k][token])
-        if mistake == "upside down":
-            chance[k] = 1 / chance[k]
-        if mistake in ("threshold", "agree"):
-            chance[k] = (chance[k] >= 1 if mistake == "threshold"
-                         else left.argmax() == token).double()
-        less = rest[parent] - q[k]
-        less = less.abs() if mistake == "abs" else less.clamp(min=0)
-        less = rest[parent].index_fill(0, torch.tensor(token), 0.0) if mistake == "zero" else less
-        if less.sum() > 0 and (k < live or mistake == "subtract"):
-            rest[parent] = less if mistake == "not scaled" else less / less.sum()
-    node, depth = 0, [0]
-    for k in range(live):
-        depth.append(depth[parents[k]] + 1)
-        if (mistake == "first two" and [*parents[:k]].count(parents[k]) > 1 or
-                mistake == "two levels" and depth[-1] > 2):
-            continue
-        if mistake == "all passed":
-            node += bool(coins.flip(chance[k]))
-        elif parents[k] == node or mistake == "uncle" and parents[k] < node:
-            node = k + 1 if mistake == "all" or bool(coins.flip(chance[k])) else node
-    if mistake == "again" and node == live > 0:
-        return node, tokens[-1]
-    last = p[max(0, node - 1)] if node == live else rest[node]
-    ends = node == live
-    left = {"p": p[node], "root": rest[0], "last row": last, "row 0": rest[node if ends else 0],
-            "next p": p[node if ends else node + 1]}.get(mistake, rest[node])
-    return node, int(left.argmax() if mistake == "sure" else coins.choose(left))
 
 
 def writes_the_law(verifier, given, parents, count, copied=None, tables=SMALL, length=None,
                    otherwise=None):
     """The texts of a round have the distribution of plain decoding; if not, the likely mistake is
-    named, or `otherwise`: where it is given, easier cases would have shown each of MISTAKES."""
+    named, or `otherwise`: where it is given, easier cases would have shown each mistake."""
     case = parents, count, copied, tables, length
-    wrong = {} if otherwise else {
-        why: written(partial(by_the_walk, mistake=name), *case) for name, why in MISTAKES.items()}
     want = {(text,): weight for text, weight in target_law(tables.p, count).items()}
-    V = tables.p.shape[1]
+    wrong = {}
+    if verifier in NAMES and not otherwise:
+        wrong = Mistakes(NAMES[verifier], lambda judge, coins: written(
+            partial(verifier, judge=judge), *case)(coins), run=True)
     same_law(written(verifier, *case), want, wrong,
-             f"{given}, in a vocabulary of {V} tokens; the text must"
-             " have the distribution of plain decoding, {text: probability}", otherwise,
+             f"{given}, in a vocabulary of {tables.p.shape[1]} tokens; the text must have the "
+             "distribution of plain decoding, {text: probability}", otherwise,
              lambda found: completed(found, tables.p, count=count))
 
 
@@ -220,14 +149,16 @@ def numbers(found, *names):
     return tuple(map(int, found))
 
 
+NAMES = {one_row: "verify", one_walk: "verify_tree"}    # the exercises that they stand for
+
+
 # --- verify
 
 
 def test_verify_a_rare_token():
     writes_the_law(one_row, "1 draft from q, where p gives token 0 a millionth", [0], 2,
-                   tables=RARE,
-                   otherwise="a draft with p > 0 is accepted with probability p/q, however small p "
-                             "is")
+                   tables=RARE, otherwise="a draft with p > 0 is accepted with probability p/q, "
+                                          "however small p is")
 
 
 @pytest.mark.parametrize("K, length", [(1, None), (2, None), (2, 1), (3, None)])
@@ -241,21 +172,22 @@ def test_verify_drawn_drafts(K, length, record_property):
 
     kept, most = law(keeps).get(True, 0.0), float(torch.minimum(P[-1], Q[-1]).sum())
     if kept < most - 1e-9:
-        record_property("remark", f"right, but it gains less than it could: it accepts {kept:.0%} "
-                                  f"of single drafts, where min(1, p/q) accepts {most:.0%}, the "
-                                  "sum of min(p, q)")
+        record_property("remark", "right, but it gains less than it could: it accepts "
+                        f"{kept:.0%} of single drafts, where min(1, p/q) accepts {most:.0%}, the "
+                        "sum of min(p, q)")
 
 
 LATER = ("one draft and two come out right; from the third draft on, is each judged and replaced "
          "by its own rows of p and q, and only if all before it were accepted?")
 
 
-@pytest.mark.parametrize("tokens, tables", [([], "small"), ([1], "small"), ([2, 0, 1], "small"),
-                                            ([2, 0], "greedy"), ([2, 1], "greedy"), ([0], "rare")])
+@pytest.mark.parametrize("tokens, tables", [
+    ([], "small"), ([1], "small"), ([2, 0, 1], "small"),
+    ([2, 0], "greedy"), ([2, 1], "greedy"), ([0], "rare")])
 def test_verify_copied_drafts(tokens, tables):
     """Copied proposals have no q: it is a one-hot. So is the p of a greedy target."""
-    given = f"the copied proposals {tokens}, q = None" + ", p greedy: 2, 0, 1, ..." * (
-        tables == "greedy")
+    given = f"the copied proposals {tokens}, q = None"
+    given += ", p greedy: 2, 0, 1, ..." * (tables == "greedy")
     writes_the_law(one_row, given, range(len(tokens)), len(tokens) + 1, tokens, NAMED[tables])
 
 
@@ -276,53 +208,50 @@ def rows_stand_for_themselves(verifier, parents, lengths, unsure, dead=None):
     tables = [eye[[(t + 1 + b) % 3 for t in range(3)] + [b % 3]] for b in range(B)]
     tables[unsure] = P
     drafts = [[b % 3, (2 * b + 1 + b % 2) % 3] for b in range(B)]
+    if dead is not None:
+        drafts[unsure] = None
 
     def once(coins):
-        rows = [planted(coins, parents[b], SMALL,
-                        None if b == unsure and dead is not None else drafts[b])
-                for b in range(B)]
+        rows = [planted(coins, *row) for row in zip(parents, [SMALL] * B, drafts, strict=True)]
         p = torch.stack([after(way, table) for (*_, way), table in zip(rows, tables, strict=True)])
         ids, qs = torch.tensor([tokens for tokens, *_ in rows]), None
         if dead is not None:
-            qs = torch.stack(
-                [eye[tokens] if q is None else torch.stack(q) for tokens, q, _ in rows])
+            qs = torch.stack([eye[tokens] if q is None else torch.stack(q)
+                              for tokens, q, _ in rows])
             qs[torch.arange(2) >= torch.tensor(lengths)[:, None]] = dead
-        whole = min(lengths) == 2
-        node, token = verifier(p, ids, qs, coins, None if whole else torch.tensor(lengths))
+        length = None if min(lengths) == 2 else torch.tensor(lengths)
+        node, token = verifier(p, ids, qs, coins, length)
         if not all(0 <= n <= most for n, most in zip(node, lengths, strict=True)):
             fail(f"rows of {lengths} proposals", "no more accepted than proposed",
                  node.tolist(), DEAD)
-        ways = [way for *_, way in rows]
-        return tuple((*way[n], t)[:3]
-                     for way, n, t in zip(ways, node.tolist(), token.tolist(), strict=True))
+        return tuple((*way[n], t)[:3] for (*_, way), n, t in zip(
+            rows, node.tolist(), token.tolist(), strict=True))
 
     drawn = "copied: q = None" if dead is None else f"drawn, and q of the dead ones is {dead}"
     same_law(once, completed({((),) * B: 1.0}, *tables, count=3), {},
              f"{B} rows that propose {lengths} tokens, which are {drawn}; {{texts: probability}}",
              "each row has its own rows of p and q, its own parents, and its own length; where NaN "
              "came, what is dead is computed with: 0 * NaN is NaN, so choose with torch.where or "
-             "by an index",
-             lambda found: completed(found, *tables, count=3))
+             "by an index", lambda found: completed(found, *tables, count=3))
 
 
-BATCHES = [(0, [2, 1], math.nan), (1, [0, 2], 0.2), (0, [2, 1, 0, 2], math.nan),
-           (2, [1, 0, 2, 1], 0.2),
-           (3, [0, 1, 2, 2], math.nan), (1, [2, 2, 2], 0.2), (0, [1, 2, 0], None),
-           (1, [2, 1, 2, 0], None), (2, [0, 2, 1, 2], None), (3, [2, 2, 2, 2], None)]
-batches = pytest.mark.parametrize("unsure, lengths, dead", BATCHES, ids=str)
+batches = pytest.mark.parametrize("unsure, lengths, dead", [
+    (0, [2, 1], math.nan), (1, [0, 2], 0.2), (2, [1, 0, 2, 1], 0.2), (3, [0, 1, 2, 2], math.nan),
+    (1, [2, 2, 2], 0.2), (0, [1, 2, 0], None), (3, [2, 2, 2, 2], None)], ids=str)
 
 
 @batches
 def test_verify_rows_stand_for_themselves(unsure, lengths, dead):
-    rows_stand_for_themselves(lambda p, tokens, q, coins, length: verify(p, q, tokens,
-                                                                         coins, length),
-                              [range(2)] * len(lengths), lengths, unsure, dead)
+    def verifier(p, tokens, q, coins, length):
+        return verify(p, q, tokens, coins, length)
+
+    rows_stand_for_themselves(verifier, [range(2)] * len(lengths), lengths, unsure, dead)
 
 
 @pytest.mark.parametrize("verifier", [
     lambda p, tokens, coins: verify(p, None, tokens, coins),
     lambda p, tokens, coins: verify_tree(p, tokens, tokens[:1], coins)],
-                         ids=["verify", "verify_tree"])
+    ids=["verify", "verify_tree"])
 def test_a_batch_without_a_draft(verifier):
     """Plain decoding of three texts: one token each, from the row's own p."""
     def once(coins):
@@ -337,20 +266,18 @@ def test_a_batch_without_a_draft(verifier):
 
 @pytest.mark.parametrize("verifier", [one_row, one_walk])
 def test_where_nothing_is_left(verifier):
-    """p is q up to rounding, and gives token 2 nothing;
-    the chance of a rejection is one in a billion."""
-    q = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
-    p = torch.tensor([0.5, 0.5 - 1e-9, 0.0], dtype=torch.float64)
+    """p is q up to rounding, and gives token 2 nothing. The chance of a rejection is one in a
+    billion."""
+    q, p = wide([0.5, 0.5, 0.0]), wide([0.5, 0.5 - 1e-9, 0.0])
     outcomes = law(lambda coins: verifier(torch.stack([p, p]), [q], [1], [0], coins, None))
     never = [weight for (_, token), weight in outcomes.items() if token == 2]
     if never:
+        why = "an empty residual is made uniform, so tokens come that the target never writes"
+        if math.isnan(never[0]):
+            why = "rounding can reject a draft where p = q, and then nothing is left to draw from"
         fail("p = [.5, .5 - 1e-9, 0], q = [.5, .5, 0], and token 1 rejected",
              "token 0 or 1", "token 2",
-             ("rounding can reject a draft where p = q, and then nothing is left to draw from"
-              if math.isnan(
-                 never[0]) else "an empty residual is made uniform, and so tokens come that the "
-                                "target never writes")
-             + "; where nothing is left of max(p - q, 0), p itself is right")
+             f"{why}; where nothing is left of max(p - q, 0), p itself is right")
 
 
 def test_verify_refuses_another_vocabulary():
@@ -371,26 +298,24 @@ def test_verify_refuses_another_vocabulary():
 
 @pytest.mark.parametrize("parents, tables, length", [
     ([0], "small", None), ([0, 0], "small", None), ([0, 1, 0], "small", None),
-    ([0, 0, 2], "small", None),
-    ([0, 0, 1, 1], "small", None), ([0, 1, 2], "small", None), ([0, 0, 0], "four", None),
-    ([0, 1, 0], "small", 2), ([0, 0, 1], "small", 1), ([0, 1, 1, 2, *range(4, 9)], "long", None)],
-                         ids=str)
+    ([0, 0, 2], "small", None), ([0, 0, 1, 1], "small", None), ([0, 1, 2], "small", None),
+    ([0, 0, 0], "four", None), ([0, 1, 0], "small", 2), ([0, 0, 1], "small", 1),
+    ([0, 1, 1, 2, *range(4, 9)], "long", None)], ids=str)
 def test_verify_tree_drawn_siblings(parents, tables, length):
-    writes_the_law(one_walk, f"a tree of siblings drawn without replacement, which hang on the "
-                             f"nodes {parents}, {len(parents) if length is None else length} of "
-                             "them proposed", parents,
+    proposed = len(parents) if length is None else length
+    writes_the_law(one_walk, "a tree of siblings drawn without replacement, which hang on the "
+                   f"nodes {parents}, {proposed} of them proposed", parents,
                    min(len(parents), 4 if tables == "small" else 10), tables=NAMED[tables],
                    length=length)
 
 
 @pytest.mark.parametrize("parents, tokens, tables", [
     ([], [], "small"), ([0, 0, 2], [1, 2, 0], "small"), ([0, 0], [1, 1], "small"),
-    ([0, 0, 1, 1], [0, 2, 1, 2], "small"),
-    ([0, 1, 1, 1], [2, 3, 0, 1], "four"), ([0, 1, 2, 2, 2], [1, 0, 0, 3, 2], "four")], ids=str)
+    ([0, 0, 1, 1], [0, 2, 1, 2], "small"), ([0, 1, 1, 1], [2, 3, 0, 1], "four"),
+    ([0, 1, 2, 2, 2], [1, 0, 0, 3, 2], "four")], ids=str)
 def test_verify_tree_copied_siblings(parents, tokens, tables):
-    writes_the_law(one_walk, f"the copied tokens {tokens}, which hang on the nodes {parents}, q = "
-                             "None",
-                   parents, max(1, min(len(parents), 4)), tokens, NAMED[tables])
+    writes_the_law(one_walk, f"the copied tokens {tokens}, which hang on the nodes {parents}, "
+                   "q = None", parents, max(1, min(len(parents), 4)), tokens, NAMED[tables])
 
 
 @batches
@@ -400,6 +325,8 @@ def test_verify_tree_rows_stand_for_themselves(parents, unsure, lengths, dead):
     """Each row has its parents, or one row of them stands for all."""
     B = len(lengths)
     given = torch.tensor(parents if len(parents) == 1 else (parents * B)[:B])
-    rows_stand_for_themselves(
-        lambda p, tokens, q, coins, length: verify_tree(p, tokens, given, coins, q, length),
-        given.expand(B, 2).tolist(), lengths, unsure, dead)
+
+    def verifier(p, tokens, q, coins, length):
+        return verify_tree(p, tokens, given, coins, q, length)
+
+    rows_stand_for_themselves(verifier, given.expand(B, 2).tolist(), lengths, unsure, dead)

@@ -73,12 +73,10 @@ def test_acceptance_is_that_of_the_loop(models, family, ids):
     assert len(seen) == len(DRAFTS), "acceptances that do not differ prove little"
 
 
-@each_family
-def test_texts_of_one_token_and_of_the_whole_context(models, family):
-    m = make(replace(LIVELY[family], max_len=len(IDS)))
-    long = Teacher(m, IDS).acceptance(DRAFTS["skip"])
-    assert torch.equal(long, Teacher(models[family], IDS).acceptance(DRAFTS["skip"]))
-    for n in (1, 6):
+def test_texts_of_one_token_and_of_the_whole_context(models):
+    m = make(replace(LIVELY["gemma2"], max_len=len(IDS)))
+    long = Teacher(models["gemma2"], IDS).acceptance(DRAFTS["skip"])
+    for n in (1, len(IDS)):
         assert torch.equal(Teacher(m, IDS[:n]).acceptance(DRAFTS["skip"]), long[:n])
 
 

@@ -1,29 +1,7 @@
-"""What the tests of answers share: a student's mistake is named by the wrong answer of wrong.txt
-that gives just what the student's function gave."""
-import pytest
+"""What the tests of answers share beyond teach.py."""
 import torch
-from teach import compare, promise
+from teach import Mistakes, compare, promise
 from tiny import wide
-
-from exercises.answers import mutants
-
-
-class Mistakes:
-    """{what to say: call(function)} for each wrong answer, as teach.py takes it, but computed only
-    where a test fails. run: the calls are call(function, coins), for a law. What raises an error
-    gives ()."""
-
-    def __init__(self, name, call, run=False):
-        self.name, self.call, self.run = name, call, run
-
-    def items(self):
-        for why, function in mutants(self.name):
-            def given(*coins, function=function):
-                try:
-                    return self.call(function, *coins)
-                except (Exception, pytest.fail.Exception):
-                    return ()
-            yield why, given if self.run else given()
 
 
 def gives(function, table, arguments, rtol=1e-9):

@@ -13,18 +13,19 @@ from test_control import outcome
 from test_heads import GROVE, Turns, both_ways, wild
 from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, make, read, state_of
 
-from control import Costs
-from drafter import NGram
+from control import Costs, best_gamma
+from drafter import NGram, wanted
 from kvcache import KVCache
 from lab import clasp, gguf, hamburger, sparse, transfer
 from lab.clasp import CLaSp, KnapSpec, nearest
 from lab.hamburger import BurgerDraft, Hamburger, begins, latest, losses, score, write
 from lab.m2r2 import M2R2
-from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Gate, Schedule, Thompson
+from lab.rules import AdaptiveExit, AnnealedConfidence, DoNoHarm, Entropy, Gate, Schedule, Thompson
 from lab.sparse import SparseDraft
 from lab.swift import SWIFT
 from lab.transfer import Transfer
 from layerskip import SelfDraft
+from methods.counts import Beta
 from methods.heads import Prophet
 from methods.then import Then
 from methods.trees import Siblings
@@ -66,7 +67,8 @@ DRAFTERS = {
     "hamburger": lambda m: Then(BurgerDraft(wild_burger(m), 0.5), NGram(3, 1)),
     "sparse": lambda m: SparseDraft(m, 4, 1, 3),
     "sparse, in turns": lambda m: Turns(
-        SparseDraft(m, 3, 1, 3), SelfDraft(m, range(8), 3), NGram(3, 1))}
+        SparseDraft(m, 3, 1, 3), SelfDraft(m, range(8), 3), NGram(3, 1)),
+    "do no harm": lambda m: NGram(DoNoHarm(0.1, 3), 1)}
 SHORT = {    # drafts of one or two tokens
     "swift": (TINY, lambda m: SWIFT(m, 2, 0.5, 1, every=2, threshold=0.5, widths=(1,))),
     "gemma2 clasp": (TINY_GEMMA, lambda m: CLaSp(m, 2, skips=1, every=1, threshold=0.6)),
@@ -77,7 +79,8 @@ SHORT = {    # drafts of one or two tokens
     "sparse, siblings": (TINY, lambda m: Siblings(SparseDraft(m, 1, 0, 1), [1])),
     "gemma2 sparse": (TINY_GEMMA, lambda m: SparseDraft(m, Unsure(2), 1, 1)),
     "entropy": (TINY, lambda m: SelfDraft(m, range(4), Entropy(2, 0.35))),  # sees what was drawn
-    "annealed": (TINY, lambda m: SelfDraft(m, range(4), AnnealedConfidence(2, 2 / 3, 0.5)))}
+    "annealed": (TINY, lambda m: SelfDraft(m, range(4), AnnealedConfidence(2, 2 / 3, 0.5))),
+    "do no harm": (TINY, lambda m: SelfDraft(m, range(4), DoNoHarm(0.1, 2)))}
 HEADS = {"m2r2": lambda m: M2R2(m, 3, 4), "transfer": lambda m: Transfer(m, 3, 3),
          "from the embedding": lambda m: Transfer(m, 0, 3), "prophet": lambda m: Prophet(m, 2)}
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])
@@ -341,6 +344,44 @@ def test_the_gate_drafts_after_a_last_token_that_the_target_was_sure_of():
     assert rule.how_far(state) == [0, 4, 0], "a row that has ended keeps what was known"
     rule.learn(state, replace(written, sure=[[0.0, 0.5], [], [0.5]]))
     assert rule.how_far(state) == [4, 4, 4]
+
+
+def play(rule, good, count):
+    """How many tokens each row drafts in each of `count` rounds, (count, B). good: are all of a
+    row's drafts accepted, or none?"""
+    state, asked = short_texts(len(good)), []
+    rule.begin(state)
+    for _ in range(count):
+        asked.append(wanted(state, rule))
+        drafts = zip(asked[-1], good, strict=True)
+        rule.learn(state, outcome(*((gamma, gamma * right) for gamma, right in drafts)))
+    return torch.tensor(asked)
+
+
+def test_do_no_harm_tries_a_useless_draft_as_often_as_was_saved_for():
+    found = play(DoNoHarm(0.25), [True, False], 120)
+    assert found[:, 0].max() == 16 and found[:10, 0].min() > 0, "it does not wait for the bad one"
+    assert found[:, 1].max() == 1 and found[:, 1].sum() * 0.25 <= 0.01 * 120 + 1
+    free = play(DoNoHarm(0.0), [False], 200)[100:].sum()     # its estimate only falls to .045
+    assert free <= 100 * 0.01 / DoNoHarm.FLOOR + 1
+    rule = DoNoHarm(0.6)
+    found = sum(int(play(rule, [False], 9).sum()) for _ in range(20))
+    assert 2 <= found <= 1 + 180 * 0.01 / 0.6, "a new text brings no free try"
+
+
+def test_do_no_harm_estimates_by_hand():
+    rule = DoNoHarm(0.2)
+    rule.begin(short_texts(2))
+    rule.learn(None, outcome((3, 1), (0, 0)))
+    rule.learn(None, outcome((3, 3), (5, 0)))
+    assert rule.seen[0].mean() == pytest.approx((3.95 + 1) / (3.95 + 0.95 + 2))
+    assert (rule.seen[1].hits, rule.seen[1].misses) == (0, 1)
+    assert (rule.past.hits, rule.past.misses) == pytest.approx(((0.95 + 3) * 0.95, 0.95 * 0.95 + 1))
+    rule.begin(short_texts(3))
+    rule.seen[0].add(5, 5)
+    assert rule.seen[1] == rule.past != rule.seen[0], "rows start alike and then learn apart"
+    rule.seen, rule.saved = [Beta(hits, 10.0 - hits) for hits in range(11)], [0.0] * 11
+    assert rule.how_far(None) == [best_gamma((hits + 1) / 12, 0.2) for hits in range(11)]
 
 
 # --- heads and worked examples

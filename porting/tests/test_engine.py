@@ -18,7 +18,7 @@ import torch
 from tiny import command
 
 from porting import engine, library_engine, make
-from porting.wrong_ports import ENGINES, wrong_engine
+from porting.make import ENGINES, wrong_engine
 
 PORTING = Path(__file__).parents[1]
 KIT = json.loads(engine.CASES.read_text(encoding="utf-8"))
