@@ -16,64 +16,64 @@ from methods.suffix import DEPTH
 from sampling import raw_probs
 
 FADE = 0.95     # the share of the counts that remains after each round
-TRUST = 0.98    # the same for a bin of confidence, after each token in it
+BIN_FADE = 0.98     # the same for a bin of confidence, after each token in it
 UNKNOWN = 11    # the bin of a confidence that was not asked for
 EXITS = 1 / 12, 1 / 6, 1 / 4, 1 / 3     # shares of the blocks after which it is good to leave
-KNOWN = 4       # tests that the training of a head, or an earlier text, counts for
+PRIOR = 4       # tests that the training of a head, or an earlier text, counts for
 
 
 class Calibrated(Rule):
     """Stop drafting when the next token's chance of being accepted falls below its price.
 
     The draft's own confidence, in bins of a tenth, is calibrated by how often it was right in that
-    bin. `skill` is its acceptance rate. It begins as `prior`, which counts for `tests` tests. The
-    draft stops after token k if the next token's chance is below bars[k], which is the cost of one
-    more token in passes, times the tokens that a pass yields.
+    bin. The rate of `acceptance` begins as `prior`, which counts for `tests` tests. The draft stops
+    after token k if the next token's chance is below bars[k], which is the cost of one more token
+    in passes, times the tokens that a pass yields.
     """
 
     def __init__(self, bars=None, gamma=MOST, prior=0.5, tests=0):
         super().__init__(gamma)
         self.bars = bars or [0.3] * gamma
-        self.asks = True    # without that, a draft ends where it is longest
-        self.sure = []      # [token][row]: the tenth of its confidence
+        self.asks = True    # whether it ever stops a draft; to ask takes long on a GPU
+        self.tenths = []    # [token][row]: the tenth of its confidence, which is its bin
         self.reach = []     # by row, the chance that all tokens so far, and the next, are right
-        self.skill = Beta(tests * prior, tests * (1 - prior), prior)
-        self.trust = [Beta(prior=min(i + 0.5, 9.5) / 10) for i in range(1 + UNKNOWN)]
+        self.acceptance = Beta(tests * prior, tests * (1 - prior), prior)
+        self.bins = [Beta(prior=min(i + 0.5, 9.5) / 10) for i in range(1 + UNKNOWN)]
 
     @property
     def stop(self):
         return self.unlikely if self.asks else None
 
     def how_far(self, state):
-        self.sure = []
+        self.tenths = []
         if not self.asks:   # their confidence is unknown, and has a bin of its own
-            self.sure = [[UNKNOWN] * len(state.known)] * self.longest
-        self.reach = [self.skill.mean()] * len(state.known)
+            self.tenths = [[UNKNOWN] * len(state.known)] * self.longest
+        self.reach = [self.acceptance.mean()] * len(state.known)
         return self.longest
 
     def unlikely(self, k, logits, token):
         """Which rows stop after token k: see `drafter.chain`."""
         sure = raw_probs(logits).amax(-1).nan_to_num(0.0)   # NaN is no index; the loop reports it
         tenths = [int(10 * chance) for chance in sure.tolist()]
-        self.sure.append(tenths)
-        self.reach = [reach * self.trust[i].mean()
-                      for reach, i in zip(self.reach, tenths, strict=True)]
+        self.tenths.append(tenths)
+        right = [self.bins[tenth].mean() for tenth in tenths]
+        self.reach = [reach * chance for reach, chance in zip(self.reach, right, strict=True)]
         return [reach < self.bars[k] for reach in self.reach]
 
     def learn(self, state, r):
         # also while others draft, so that an old bad estimate fades
-        self.skill.fade(FADE)
-        if not self.sure:
+        self.acceptance.fade(FADE)
+        if not self.tenths:
             return      # another arm drafted
         for b, (drafted, kept) in enumerate(outcomes(r)):
-            for k, tenths in enumerate(self.sure[: min(drafted, kept + 1)]):
+            for k, tenths in enumerate(self.tenths[: min(drafted, kept + 1)]):
                 self.count(k < kept, tenths[b])
-        self.sure = []
+        self.tenths = []
 
     def count(self, hit, tenth):
         """A token of this confidence was accepted, or not."""
-        self.trust[tenth].fade(TRUST)
-        for beta in (self.skill, self.trust[tenth]):
+        self.bins[tenth].fade(BIN_FADE)
+        for beta in (self.acceptance, self.bins[tenth]):
             beta.add(hit, 1 - hit)
 
 
@@ -83,11 +83,11 @@ class Copies:
     not."""
 
     def __init__(self):
-        self.skills = [Beta(prior=1 - 0.5**k) for k in range(1 + DEPTH.bit_length())]
+        self.rates = [Beta(prior=1 - 0.5**k) for k in range(1 + DEPTH.bit_length())]
 
     def chance(self, matched):
         """The acceptance rate of copies after these lengths, one for each row; 0: no match."""
-        known = [self.skills[m.bit_length()].mean() if m else 0.0 for m in matched]
+        known = [self.rates[m.bit_length()].mean() if m else 0.0 for m in matched]
         return sum(known) / len(known)
 
     def learn(self, matched, copies, new):
@@ -96,22 +96,20 @@ class Copies:
             same = [x == y for x, y in zip(copied, row, strict=False)]
             if same:
                 right = [*same, False].index(False)
-                skill = self.skills[m.bit_length()]
-                skill.fade(FADE)
-                skill.add(right, right < len(same))
+                rate = self.rates[m.bit_length()]
+                rate.fade(FADE)
+                rate.add(right, right < len(same))
 
 
 @dataclass(eq=False)
 class Arm:
     """A way to draft, and what it costs. drafting(n, g) is the cost, in target passes over one
     token, of g tokens after n others. drafting(n, 0) is the part that occurs only once, to read
-    what others have written. `longest` is the longest draft, and `asking` is what its stop rule
-    costs for each token."""
+    what others have written. `longest` is the longest draft."""
     name: str
     drafter: Drafter
     drafting: Callable
     longest: int = MOST
-    asking: float = 0.0
 
     def further(self, n):
         """The cost of each token after the first."""
@@ -158,7 +156,7 @@ def head_draft(head, costs, vocab=None):
     longest = head.price.longest
     rule = Calibrated(gamma=longest)
     if head.ranks:
-        rule = Calibrated(gamma=longest, prior=head.ranks[0], tests=KNOWN)
+        rule = Calibrated(gamma=longest, prior=head.ranks[0], tests=PRIOR)
     drafter = head.drafter(rule)
     drafting = by_token(pricing(head, costs))
     if isinstance(drafter, Reader):
@@ -173,7 +171,7 @@ def quantised(twin, c, costs):
     every = range(2 * twin.c.n_layers)
     whole = costs.pricing(every)
     saved = (1 - c) * costs.whole       # a longer text costs both the same
-    rule = Calibrated(prior=0.9, tests=KNOWN)
+    rule = Calibrated(prior=0.9, tests=PRIOR)
     drafting = by_token(lambda n: 1 - saved / whole(n))
     return Arm("quantised copy", SelfDraft(twin, every, rule), drafting)
 
@@ -216,6 +214,6 @@ def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None, small=
 
 def promised(arm, costs):
     """The highest expected speed-up of an arm, by what its rule knows so far."""
-    alpha = arm.drafter.rule.skill.mean()
+    alpha = arm.drafter.rule.acceptance.mean()
     return max(expected_tokens(alpha, g) / (arm.drafting(0, g) + costs.pass_cost(1 + g))
                for g in range(1, 1 + arm.longest))

@@ -12,7 +12,7 @@ from itertools import pairwise, takewhile
 from control import MOST, weight_costs
 from drafter import Drafter, Wrapper
 from layerskip import same_model
-from methods.arms import KNOWN, Arm, Copies, candidates
+from methods.arms import PRIOR, Arm, Copies, candidates
 from methods.suffix import Suffix
 
 STAKE = 2.0     # passes that may be lost before anything is won
@@ -71,8 +71,8 @@ class Pace(Wrapper):
         self.passes = [self.costs.pass_cost(T, len(state.known)) for T in range(self.most + 3)]
         self.least = 0
         self.hold = 0
-        for skill in (arm.drafter.rule.skill for arm in self.arms):
-            skill.fade(KNOWN / max(KNOWN, skill.hits + skill.misses))   # another text
+        for rate in (arm.drafter.rule.acceptance for arm in self.arms):
+            rate.fade(PRIOR / max(PRIOR, rate.hits + rate.misses))      # another text
 
     def cost(self, arm, g):
         """The cost, in passes, of a round: choose an arm, draft g tokens and verify them."""
@@ -110,11 +110,12 @@ class Pace(Wrapper):
         """Take the arm that promises most. One that is little known is taken to be good, so that it
         is tried."""
         self.copying.longest = max(map(len, self.copies))
-        offers = [(*self.promise(self.copying, self.copy_rates.chance(self.lookup.matched)),
-                   self.copying)]
+        alphas = {self.copying: self.copy_rates.chance(self.lookup.matched)}
         for arm in self.arms:
-            offers.append((*self.promise(arm, arm.drafter.rule.skill.high()), arm))
-        rate, length, arm = max(offers, key=lambda offer: offer[:2])
+            alphas[arm] = arm.drafter.rule.acceptance.high()
+        promises = {arm: self.promise(arm, alpha) for arm, alpha in alphas.items()}
+        arm = max(promises, key=promises.get)
+        rate, length = promises[arm]
         if rate <= 1 + MARGIN:
             self.take(self.nothing, 0)
         elif arm is self.copying:
@@ -123,11 +124,10 @@ class Pace(Wrapper):
             self.take(arm, self.longest(arm))
 
     def longest(self, arm):
-        """The longest draft of an arm: any length that its rule allows, unless it takes long to ask
-        the rule. The rule's bars are made for what the arm brings, not for what it might bring."""
+        """The longest draft of an arm: any length that its rule allows, if the rule is asked. The
+        rule's bars are made for what the arm brings, not for what it might bring."""
         rule = arm.drafter.rule
-        rule.asks = arm.asking <= OVERHEAD
-        rate, length = self.promise(arm, rule.skill.mean())
+        rate, length = self.promise(arm, rule.acceptance.mean())
         if not rule.asks:
             return max(1, length)
         further = arm.further(self.n)
@@ -183,7 +183,7 @@ class Pace(Wrapper):
         """How often each arm drafted, and its present estimates, as one line."""
         why = {}
         for arm in self.arms:
-            alpha = f"{arm.drafter.rule.skill.mean():.0%} accepted"
+            alpha = f"{arm.drafter.rule.acceptance.mean():.0%} accepted"
             why[arm.name] = f" ({alpha}, each token costs {arm.further(self.n):.0%} of a pass)"
         often = self.chosen.most_common()
         return ", ".join(f"{name} in {count} rounds{why.get(name, '')}" for name, count in often)

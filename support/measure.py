@@ -19,7 +19,7 @@ from drafter import Draft, Drafter
 from files import guarded, note, read_json
 from kvcache import KVCache
 from machine.kept import cache_file, identity, keep
-from methods.pace import Pace
+from methods.pace import OVERHEAD, Pace
 from model import SPARE, Placement
 from sampling import Coins, raw_probs, to_probs
 from speculative import State, one_round, rounds
@@ -159,14 +159,16 @@ def measure_arms(model, arms, costs, repeats=5):
 
 
 def priced(arm, measured):
-    """The Arm with the costs that were measured. What it has to read first costs what it did."""
+    """The Arm with the costs that were measured. What it has to read first costs what it did. A
+    rule that takes long to ask is not asked."""
     once, each, asking = measured
     before = arm.drafting
 
     def drafting(n, g):
         return before(n, 0) + (once + g * each) * (g > 0)
 
-    return replace(arm, drafting=drafting, asking=asking)
+    arm.drafter.rule.asks = asking <= OVERHEAD
+    return replace(arm, drafting=drafting)
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, smal
 from control import MOST, Costs, expected_tokens, weight_costs
 from drafter import ModelDraft
 from layerskip import SelfDraft, without
-from methods.arms import FADE, KNOWN, TRUST, Arm, Calibrated, candidates, head_draft, self_draft
+from methods.arms import BIN_FADE, FADE, PRIOR, Arm, Calibrated, candidates, head_draft, self_draft
 from methods.counts import Beta
 from methods.heads import Eagle, Kangaroo, Medusa, Prophet
 from methods.pace import OVERHEAD, RISK, STAKE, Pace
@@ -20,6 +20,7 @@ from methods.standin import ShortHead
 from model import StandIn
 from sampling import Coins, to_probs
 from speculative import generate, rounds
+from support.measure import priced
 
 SKIP = without(6, attn=[1, 4], mlp=[2])
 IDS = [4, 9, 0, 2, 16, 3]
@@ -69,7 +70,7 @@ TARGET = make(replace(LLAMA, n_layers=2, max_len=256))
 def never_stops(prior):
     """A rule that never stops by itself."""
     rule = Calibrated(prior=prior)
-    rule.trust = [Beta(1e9)] * 11
+    rule.bins = [Beta(1e9)] * 11
     return rule
 
 
@@ -144,12 +145,12 @@ def test_a_rule_that_takes_long_is_not_asked():
         rule = Calibrated(prior=0.6)
         ask = rule.unlikely
         rule.unlikely = lambda *args, ask=ask: asked.append(1) or ask(*args)
-        arm = Arm("right", ModelDraft(TARGET, rule), each(0.2), asking=asking)
+        arm = priced(Arm("right", ModelDraft(TARGET, rule), each(0.2)), (0.0, 0.2, asking))
         pace = Pace(TARGET, [arm], EVEN)
         pace.lookup.best = lambda *_: (0.0, 0, [])      # no copies
         asked.clear()
         generate(TARGET, PROMPTS[:1], 60, pace)
-        assert rule.skill.mean() > 0.9 and bool(asked) == (asking < OVERHEAD)
+        assert rule.acceptance.mean() > 0.9 and bool(asked) == (asking < OVERHEAD)
 
 
 # --- what it knows
@@ -163,7 +164,7 @@ def test_it_changes_to_what_is_better_and_remembers():
     pace.lookup.best = lambda *_: (0.0, 0, [])
     generate(TARGET, PROMPTS[:1], 200, pace)
     assert pace.chosen["right"] > 5 * pace.chosen["wrong"] > 0
-    before, known = dict(pace.chosen), [arm.drafter.rule.skill.mean() for arm in arms]
+    before, known = dict(pace.chosen), [arm.drafter.rule.acceptance.mean() for arm in arms]
     assert known[0] < 0.9 < known[1]
     assert pace.summary().startswith(f"right in {before['right']} rounds "
                                      f"({known[1]:.0%} accepted, each token costs 20% of a pass)")
@@ -175,7 +176,7 @@ def test_what_would_have_been_copied(models):
     """By the length that matched: one token; two and three, 2 of 3 and then 2 of 2."""
     copied = Pace(models["llama"], [], CHEAP).copy_rates
     copied.learn([3, 2, 0, 1], [[5, 6, 7], [5, 6], [], [1]], [[5, 6, 9], [5, 6], [3], [2]])
-    one, two = copied.skills[1:3]
+    one, two = copied.rates[1:3]
     assert (one.hits, one.misses, two.hits, two.misses) == (0, 1, 2 * FADE + 2, FADE)
     assert (one.mean(), two.mean()) == (1 / 3, (2 * FADE + 2 + 1.5) / (3 * FADE + 4))
 
@@ -185,29 +186,29 @@ def test_what_would_have_been_copied(models):
 
 def test_one_more_is_drafted_while_its_chance_exceeds_its_price():
     rule = Calibrated([0.4, 0.6, 0.6, 0.6], prior=0.9)
-    rule.trust = [Beta(prior=0.5)] * 10 + [Beta(prior=0.9)]
+    rule.bins = [Beta(prior=0.5)] * 10 + [Beta(prior=0.9)]
     assert rule.how_far(state_of([[1], [1]], [9, 9])) == MOST
     sure = torch.tensor([[50.0] + [0.0] * 16, [0.0] * 17])              # probability 1, and 1/17
     assert rule.stop(0, sure, None) == [False, False]           # .81 and .45 against .4
     assert rule.stop(1, sure, None) == [False, True]            # .729 and .225 against .6
     assert [rule.stop(k, sure, None) for k in (2, 3)] == [[False, True], [True, True]]
-    assert rule.sure[0] == [10, 0]
+    assert rule.tenths[0] == [10, 0]
 
 
 def test_outcomes_are_counted_by_hand():
     """One row rejected at its second token, one accepted whole. In other drafters' rounds it only
     fades."""
     rule, r = Calibrated(), make_round([[1, 1], [1, 1, 1]], [1, 2], [3, 2])
-    assert [beta.mean() for beta in rule.trust] == pytest.approx(
+    assert [beta.mean() for beta in rule.bins] == pytest.approx(
         [0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95, 0.95, 0.95])
     rule.learn(None, r)
-    assert rule.skill.hits == rule.skill.misses == 0
-    rule.sure = [[9, 9], [0, 1], [3, 3]]
+    assert rule.acceptance.hits == rule.acceptance.misses == 0
+    rule.tenths = [[9, 9], [0, 1], [3, 3]]
     rule.learn(None, r)
-    assert (rule.skill.hits, rule.skill.misses) == (3, 1) and rule.sure == []
-    assert [rule.trust[tenth].hits for tenth in (9, 0, 1, 3)] == [TRUST + 1, 0, 1, 0]
+    assert (rule.acceptance.hits, rule.acceptance.misses) == (3, 1) and rule.tenths == []
+    assert [rule.bins[tenth].hits for tenth in (9, 0, 1, 3)] == [BIN_FADE + 1, 0, 1, 0]
     rule.learn(None, r)
-    assert (rule.skill.hits, rule.skill.misses) == (3 * FADE, FADE)
+    assert (rule.acceptance.hits, rule.acceptance.misses) == (3 * FADE, FADE)
 
 
 # --- prices, by hand
@@ -279,12 +280,12 @@ def test_trained_heads_and_their_prices(models, family):
         arm, own = head_draft(head, costs), 2 * head.count() / (steps if steps == 3 else 1)
         assert arm.drafting(50, 2) == pytest.approx(2 * (costs.head + own) / whole)
         assert (arm.longest, arm.drafting(50, 0)) == (steps, 0.0)
-        assert arm.drafter.rule.skill.mean() == 0.5
+        assert arm.drafter.rule.acceptance.mean() == 0.5
     head = Medusa(m, 2)
     head.ranks = [0.75, 0.125]
     arm = head_draft(head, costs, [1, 2, 3])
     assert arm.drafting(50, 1) == pytest.approx((3 / 17 * costs.head + head.count()) / whole)
-    assert arm.drafter.rule.skill == Beta(0.75 * KNOWN, 0.25 * KNOWN, 0.75)
+    assert arm.drafter.rule.acceptance == Beta(0.75 * PRIOR, 0.25 * PRIOR, 0.75)
 
 
 def test_what_makes_no_sense(models):

@@ -54,8 +54,7 @@ def test_shared_noise_by_hand():
 def test_what_is_called_right_is_right(number):
     for p, q in (([0.5, 0.3, 0.2], [0.2, 0.2, 0.6]), ([0.0, 1.0], [0.5, 0.5]),
                  ([0.9, 0.1], [0.9, 0.1])):
-        e = museum.of_verify("", RIGHT[number], [p] * 3, [q] * 2)
-        assert off(e) < 1e-12
+        assert off(RIGHT[number]._replace(p=[p] * 3, q=[q] * 2)) < 1e-12
 
 
 def test_each_sheet_has_one_wrong_verifier_and_an_answer_is_judged(capsys):
@@ -95,7 +94,7 @@ def test_the_numbers_of_the_exam():
     p, q = [0.6, 0.3, 0.1], [0.3, 0.3, 0.4]
     assert sum(map(min, p, q)) == pytest.approx(0.7)
     from_p = (("residual = (residual - q).clamp_(min=0)", "residual = p"),)
-    wrong = museum.of_verify("", from_p, [p, [1, 0, 0]], [q])
+    wrong = EXHIBITS[0]._replace(changes=from_p, p=[p, [1, 0, 0]], q=[q])
     law = [laws(wrong)[0][t, 0] for t in range(3)]
     assert law == pytest.approx([0.48, 0.39, 0.13]) and off(wrong) == pytest.approx(0.12)
 

@@ -4,7 +4,6 @@
     python -m lab.bench check        is your model computed right? what could drafting gain on it?
     python -m lab.bench costs        what each sub-layer, the head and a block take on this machine
     python -m lab.bench plain        plain decoding, compared with transformers
-    python -m lab.bench prompts      how fast a prompt is read, compared with transformers
     python -m lab.bench rows         products with few rows, compared with reading the matrices
     python -m lab.bench exact        what changes a text that is the same to the bit, and what not
     python -m lab.bench block        block verification, compared with token by token
@@ -35,7 +34,6 @@ COMMANDS = {    # (Namespace) -> (Markdown, data); the flags that it reads; thei
     "check": (check.run, "model device new fast", {}),
     "costs": (passes.run_costs, f"{MODEL} repeats fast", {}),
     "plain": (passes.run_plain, f"{MODEL} new repeats", {}),
-    "prompts": (passes.run_prompts, f"{MODEL} repeats", {}),
     "rows": (passes.run_rows, f"{MODEL} repeats", {}),
     "exact": (exact.run, f"{MODEL} new repeats quick fast", {"quick": 4}),
     "block": (block.run, f"{MODEL} new quick prompts draft", {}),

@@ -1,7 +1,6 @@
 """Tokens per round by block verification and token by token, with the same seeds and drafts, and
 from the same distribution."""
 import time
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -23,7 +22,7 @@ JUDGES = {"token by token": verify, "block": verify_block}
 def run(a):
     model, tokenizer = load(a)
     lines = a.draft or ["exit"]
-    plans = {(line, gamma): Plan(replace(options_of(a, line), gamma=gamma), model, tokenizer)
+    plans = {(line, gamma): Plan(options_of(a, f"{line} --gamma {gamma}"), model, tokenizer)
              for line, gamma in product(lines, GAMMAS)}
     prompts = [ids for kind in kinds_of(a) for ids in prompts_of(a, kind, tokenizer)]
     seeds = range(1 if a.quick else SEEDS)

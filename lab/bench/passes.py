@@ -1,5 +1,5 @@
-"""How long passes take: plain decoding and a prompt compared with transformers, products of few
-rows compared with the time to read their matrices, and the parts of a pass."""
+"""How long passes take: plain decoding compared with transformers, products of few rows compared
+with the time to read their matrices, and the parts of a pass."""
 from functools import partial
 
 import torch
@@ -7,10 +7,9 @@ import torch.nn.functional as F
 
 import checkpoint
 from control import weight_costs
-from kvcache import KVCache, prefill
+from kvcache import KVCache
 from lab.bench.shared import figures, load, page, table
 from machine.exact import fast
-from machine.fused import fuse
 from machine.quant import KINDS, size
 from machine.rows import call, describe, library, multiplies
 from model import Placement
@@ -20,7 +19,6 @@ from support.measure import interleave, measure_costs
 TEXT = ("Once upon a time there was a little girl who lived in a house near the big forest with "
         "her mother. ")
 ROWS = 1, 2, 3, 4, 5, 8, 16     # of a product
-PROMPTS = 512, 2000, 4000       # tokens
 
 
 # --- plain decoding
@@ -37,7 +35,7 @@ def compiled(theirs, prompt, new):
     one token compiled, as its guide to fast decoding says."""
     from transformers import StaticCache
     device = theirs.device
-    # trap: a sliding layer counts in Python, and with fixed numbers each token would compile anew
+    # trap: a sliding layer counts in Python, and with fixed numbers each token would compile again
     one = torch.compile(theirs.forward)
 
     @torch.no_grad()
@@ -68,19 +66,13 @@ def rehearsed(model, prompt, new):
     return write
 
 
-def theirs_of(a, model):
-    """The same model in transformers."""
+def run_plain(a):
     from transformers import AutoModelForCausalLM
 
+    model, tokenizer = load(a)
+    prompt = checkpoint.encode(tokenizer, TEXT * 4)[:32]
     theirs = AutoModelForCausalLM.from_pretrained(a.model, dtype=model.tok.dtype).to(a.device)
     theirs.generation_config.eos_token_id = None    # both write all the tokens
-    return theirs
-
-
-def run_plain(a):
-    model, tokenizer = load(a)
-    prompt = checkpoint.encode(tokenizer, TEXT * 4, model.c.bos)[:32]
-    theirs = theirs_of(a, model)
     ids = torch.tensor([prompt], device=a.device)
     recorded = rehearsed(fast(model), prompt, a.new)
     ways = {"transformers": lambda: their_text(theirs, ids, a.new)[0].tolist(),
@@ -101,33 +93,6 @@ def run_plain(a):
 def agree(ours, theirs):
     """How many first tokens are the same."""
     return next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y), len(ours))
-
-
-# --- a prompt
-
-
-@torch.inference_mode()
-def run_prompts(a):
-    ours = {"explicit attention": load(a)[0], "fused": fuse(load(a)[0])}
-    _, tokenizer = load(a)
-    theirs = theirs_of(a, ours["fused"])
-    ids = checkpoint.encode(tokenizer, TEXT * 1000)
-    rows = []
-    for T in PROMPTS:
-        tokens = torch.tensor([ids[:T]], device=a.device)
-
-        def read(model, tokens=tokens):
-            cache = KVCache(model.c, *tokens.shape, model.attention_dtype(), a.device)
-            return model.unembed(prefill(model, tokens, cache)[:, -1:])
-
-        ways = {"transformers": partial(theirs, tokens, use_cache=True, logits_to_keep=1)}
-        ways |= {name: partial(read, model) for name, model in ours.items()}
-        times = interleave(ways, a.repeats or 5)
-        speeds = [times["transformers"] / times[name] for name in ours]
-        rows.append([str(T), f"{T / times['transformers']:.0f}", *(f"{x:.2f}" for x in speeds)])
-    words = f"reading a prompt; {a.model}, {a.dtype}; {a.machine}; medians of interleaved runs"
-    names = ["tokens", "transformers, tokens/s", *(f"{name}, times as fast" for name in ours)]
-    return page([words, "", *table(names, rows)]), {"rows": rows}
 
 
 # --- products of few rows

@@ -1,5 +1,4 @@
-"""Small tables of plain decoding, products of few rows, long prompts, exact texts and block
-verification."""
+"""Small tables of plain decoding, products of few rows, exact texts and block verification."""
 import pytest
 import torch
 
@@ -32,33 +31,25 @@ def test_products_of_few_rows():
         passes.run_rows(bench.parse([*flags, "--dtype", "float64"]))
 
 
-def test_reading_a_prompt(monkeypatch):
-    monkeypatch.setattr(passes, "PROMPTS", (8, 80))
-    text, data = passes.run_prompts(bench.parse(["prompts", *PLAIN, "--repeats", "1"]))
-    assert [row[0] for row in data["rows"]] == ["8", "80"] and "| fused, times as fast |" in text
-
-
 def test_what_changes_an_exact_text_and_what_does_not(monkeypatch):
     """And the count counts. Where each drafted text ends in another token, none is the same."""
     a = bench.parse(["exact", *PLAIN, "--new", "8", "--repeats", "1", "--quick", "3"])
     text, data = exact.run(a)
-    kept = {what: found for what, found in data["counts"].items() if "with --exact" in what}
-    # on one thread a sum may have another order
-    assert {(found["texts"], found["rows"]) for what, found in kept.items()
-            if "thread" not in what} == {(3, 1.0)}
-    assert len(kept) == 2 * 7 and min(found["time"] for found in kept.values()) > 0
-    assert "| in a batch | 3 of 3 (" in text
+    for what, cells in data["found"].items():
+        if what != "on one thread":     # where a sum may have another order
+            assert cells["greedy, with --exact"] == cells["T 0.8, with --exact"] == "3 of 3", what
+        assert float(cells["T 0.8, time"]) > 0
+    assert "| in a batch | 3 of 3 | " in text and "| drafted by itself in int4 | " in text
     write = exact.write
 
-    def wrong(model, prompts, new, slots, coins, probs, seeds, drafter=None):
-        found, seconds = write(model, prompts, new, slots, coins, probs, seeds, drafter)
-        found[0][0][-1] += drafter is not None
-        return found, seconds
+    def wrong(*args, draft=None):
+        found = write(*args, **({"draft": draft} if draft else {}))
+        return [[*ids[:-1], ids[-1] + bool(draft)] for ids in found]
 
     monkeypatch.setattr(exact, "write", wrong)
-    a.quick, a.repeats = 1, None
-    assert {found["texts"] for what, found in exact.run(a)[1]["counts"].items()
-            if what.startswith("drafted")} == {0}
+    a.repeats = None
+    found = exact.run(a)[1]["found"]
+    assert {*found["drafted by lookup"].values()} == {"0 of 3"}
 
 
 def test_block_verification_accepts_more(monkeypatch):
