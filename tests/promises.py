@@ -194,7 +194,7 @@ def right_drafts(drafters):
         m, far = models[family], []
         drafter = drafters[name](m, far)
         for prompts in (PROMPTS, PROMPTS[:1]):
-            generate(m, prompts, 24, drafter, warm, Coins(2))
+            generate(m, prompts, 14, drafter, warm, Coins(2))
         assert len(far) > 10 and max(far) < 1e-9
     return test
 
@@ -211,7 +211,7 @@ def target_law(m, prompt, probs, count):
     return out
 
 
-def exact_law(laws, count=3, room=3, judge=verify):
+def exact_law(laws, count=2, room=3, judge=verify):
     """The first `count` of `room` tokens, after however many rounds, have the law of the model's
     own. Each outcome comes from a drafter that has learnt nothing yet. laws:
     {name: (config, model -> drafter)}"""
