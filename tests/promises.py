@@ -22,14 +22,16 @@ from verification import verify
 
 def write(m, drafter, count, prompts=PROMPTS, eos=()):
     """What is written; no draft may be longer than the room that is left."""
-    out, drafted = [[] for _ in prompts], 0
+    out = [[] for _ in prompts]
+    drafted = 0
     room = [min(count, m.c.max_len - len(p)) for p in prompts]
     for state, r in rounds(m, prompts, count, drafter, eos=eos):
         assert r.draft.tokens.shape[1] <= max(room) - 1
         assert all(k <= max(0, left - 1) for k, left in zip(r.proposed.tolist(), room, strict=True))
         for row, new in zip(out, r.new, strict=True):
             row += new
-        room, drafted = list(state.left), drafted + int(r.proposed.sum())
+        room = list(state.left)
+        drafted += int(r.proposed.sum())
     assert drafted or drafter is None or count < 20, "it drafted nothing"
     return out
 
@@ -217,8 +219,12 @@ def exact_law(laws, count=2, room=3, judge=verify):
     {name: (config, model -> drafter)}"""
     @pytest.mark.parametrize("name", laws)
     def test(name):
-        (c, build), probs, seen = laws[name], lambda x: to_probs(x, 2.0, top_p=0.9), set()
+        c, build = laws[name]
         m = make(c, 3)
+        seen = set()
+
+        def probs(logits):
+            return to_probs(logits, 2.0, top_p=0.9)
 
         def run(coins):
             out = []
@@ -237,8 +243,13 @@ def exact_law_of_a_ragged_batch(laws, names, judge=verify):
     """The rows share their coins and nothing else."""
     @pytest.mark.parametrize("name", names)
     def test(name):
-        (c, build), probs = laws[name], lambda x: to_probs(x, 1.5, top_p=0.7)
-        m, prompts = make(c, 3), [[1, 2, 1], [2]]
+        c, build = laws[name]
+        m = make(c, 3)
+        prompts = [1, 2, 1], [2]
+
+        def probs(logits):
+            return to_probs(logits, 1.5, top_p=0.7)
+
         got = law(lambda coins: tuple(map(tuple, generate(
             m, prompts, 2, build(m), probs, coins, verify=judge)[0])))
         a, b = (target_law(m, prompt, probs, 2) for prompt in prompts)
