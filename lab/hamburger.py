@@ -10,7 +10,8 @@ drafter, which the untouched model checks, it is exact.
     tokens     Once   upon a time   ,    there was
     entries    [ 0 ]  [     1     ] [2]  [   3   ]
 
-An entry goes on while the next token is almost sure, and its position is that of its last token.
+An entry goes on while the next token is almost sure, and it stands at the position of its last
+token.
 A step reads entry m and says entry m + 1. Its first token comes from the trunk's final state, and
 each other token from a small decoder, which reads states of the trunk and the entry so far.
 

@@ -38,7 +38,7 @@ EXIT = ("exit-layer", None, 0, 2**20, "after which block it reads (default: a si
 SHAPE = {  # the flags of each kind, as in train.add_numbers; a default of None depends on the model
     "kangaroo": [EXIT], "exit_block": [EXIT],
     "eagle": [("fused", 0, 0, 1,
-               "1 to read the states after a quarter and half of the blocks, too")],
+               "1: it also reads the states after a quarter and half of the blocks")],
     "m2r2": [EXIT],
     "medusa": [("heads", 3, 1, 2**20, "how many (default: 3)"),
                ("markov", 64, 0, 2**20, "rank of a bias by the token before, 0 for none (default: "

@@ -92,18 +92,18 @@ def skip(plan):
 
 
 def other_model(plan):
-    quant = plan.options.draft_quant
-    other = load_small(plan.options.draft, plan.model, plan.tokenizer, quant)
-    if quant is not None:
-        plan.where = f" in {quant}"
+    if plan.options.draft_quant is not None:
+        plan.where = f" in {plan.options.draft_quant}"
+    other = load_small(plan, plan.options.draft)
     return partial(ModelDraft, fit(plan.short(other), plan.model))
 
 
-def load_small(folder, model, tokenizer, quant=None):
-    """The model in a folder as a draft for `model`, computed in the same way. `quant` is the kind
-    of its matrices, if they are quantised."""
-    other, own_tokenizer = checkpoint.load(folder, model.tok.device, model.tok.dtype)
-    if own_tokenizer.get_vocab() != tokenizer.get_vocab():
+def load_small(plan, folder):
+    """The model in a folder as a draft for the target, computed in the same way."""
+    model = plan.model
+    quant = plan.options.draft_quant
+    other, tokenizer = checkpoint.load(folder, model.tok.device, model.tok.dtype)
+    if tokenizer.get_vocab() != plan.tokenizer.get_vocab():
         raise ValueError(f"{folder}: its tokenizer differs from the target's, so ids mean other "
                          "words")
     if quant is not None:
@@ -183,15 +183,14 @@ def auto(plan):
     large = size(model.blocks) >= MEASURED or model.tok.is_cuda  # a GPU waits not only for bytes
     measured = alone and large and (options.fast or options.temperature == 0)
     costs = kept_costs(model) if measured else byte_costs(model)
-    plan.where = f", with costs {'as measured here' if measured else 'by weights'}"
+    plan.where = f", with costs {'as measured here' if measured else 'counted in weights'}"
     rough = None
     if measured and rows.multiplies(model):
         twin = model.alongside(quantise(model, "int4", head="int4", rounds=True))
         rough = twin, measure_step(model, twin)
     small = None
     if options.draft_model is not None:
-        other = load_small(options.draft_model, model, plan.tokenizer, options.draft_quant)
-        other = fit(other, model)
+        other = fit(load_small(plan, options.draft_model), model)
         if measured:
             c = measure_step(model, other)
         else:

@@ -72,24 +72,25 @@ def against_plain(writer, plan, outputs):
 def summary(r, seen):
     """The lines after the text, which are the legend, the counts, how it drafted, how fast it was
     and the verdict."""
-    lines = [show.legend(show.colours(sys.stdout)), seen.summary(), r["how"], rates(r)]
+    lines = [seen.summary(), r["how"], rates(r)]
+    if show.colours(sys.stdout):
+        names = [show.paint([(name, origin)]) for origin, (*_, name) in show.STYLES.items()]
+        lines.insert(0, "  ".join(names))
     if "baseline" in r:
         lines.append(verdict(r))
-    return "\n".join(filter(None, lines))
+    return "\n".join(lines)
 
 
 def rates(r):
     """How fast the run was."""
-    line = f"{r['tokens_per_second']:.0f} tokens/s in {r['dtype']} on {r['device']}"
-    line += f", {r['threads']} threads"
-    if r["quant"]:
-        line += f", blocks in {r['quant']}"
-    if r["fast"]:
-        line += ", in fast passes"
-    if r["exact"]:
-        line += ", exact"
-    if r["processes"] > 1:
-        line += f", {r['processes']} processes"
+    facts = {
+        f"{r['tokens_per_second']:.0f} tokens/s in {r['dtype']} on {r['device']}": True,
+        f"{r['threads']} threads": True,
+        f"blocks in {r['quant']}": r["quant"],
+        "in fast passes": r["fast"],
+        "exact": r["exact"],
+        f"{r['processes']} processes": r["processes"] > 1}
+    line = ", ".join(fact for fact, holds in facts.items() if holds)
     if "baseline" not in r:
         seconds = f"{r['reading_seconds']:.2g} s"
         return f"{line}, after reading the prompt in {seconds} (one run, while printing)"

@@ -58,13 +58,6 @@ def paint(pieces, colour=True):
     return "".join(painted)
 
 
-def legend(colour=True):
-    """The legend as one line, or "" if colours are off."""
-    if not colour:
-        return ""
-    return "  ".join(paint([(name, origin)]) for origin, (*_, name) in STYLES.items())
-
-
 class Stream:
     """Turns token ids into text, each piece as soon as its characters are complete. Part of a
     character decodes to U+FFFD, which is held back while it is at the end of the text."""

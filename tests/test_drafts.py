@@ -126,9 +126,9 @@ def test_costs_are_measured_once_for_large_models_only(call, plan, stories, tmp_
     assert all(first[key] == second[key] for key in ("outputs", "how"))
     assert "as measured" in first["how"] and len(measured) == 1
     assert "measured" in plan("--temperature", "0.8", "--fast").note, "who asks for speed gets it"
-    assert "by weights" in plan("--temperature", "0.8").note, "the same seed writes the same text"
+    assert "in weights" in plan("--temperature", "0.8").note, "the same seed writes the same text"
     monkeypatch.setattr("machine.parallel.here", lambda: (0, 2))
-    assert "by weights" in plan().note, "each process would measure its own"
+    assert "in weights" in plan().note, "each process would measure its own"
 
 
 def test_gamma_of_a_skip_file(plan, tmp_path):
@@ -262,7 +262,6 @@ OF_DRAFTERS = {
     f"{BEGIN} self.first = state.known[0][10**6]": "IndexError",
     f"{PROPOSE} [[5, 6]]": "a Draft, not list",
     f"{PROPOSE} Draft([[5, 6]])": "Draft.tokens ... not list",
-    f"{PROPOSE} Draft(torch.tensor(5))": "Draft.tokens ... not () torch.int64",
     f"{PROPOSE} Draft(self.ids(state).float())": "Draft.tokens ... float32",
     f"{PROPOSE} Draft(self.ids(state).to('meta'))": "Draft.tokens ... on meta",
     f"{PROPOSE} Draft(self.ids(state) + 10**6)": "ids from 0 to 4095",
@@ -274,7 +273,6 @@ OF_DRAFTERS = {
     f"{PROPOSE} Draft(self.ids(state), torch.eye(4096)[None, :2])": "is 0 for a",
     f"{PROPOSE} Draft(self.ids(state), None, None, 7)": "Draft.reuse ... not int",
     f"{PROPOSE} state.known[0].append(5)": "propose changes state.known",
-    f"{BEGIN} state.left[0] -= 1": "begin changes state.left",
     f"{BEGIN} state.n += 1": "begin changes state.n",
     f"{BEGIN} state.tokens[:, 0] = 5": "begin changes state.tokens",
     "def observe(self, state, r): state.cache.v[:, :, :, 1] = 0":
@@ -283,7 +281,6 @@ OF_RULES = {
     "def __init__(self, gamma): pass": "line 13: ... super().__init__",
     f"{FAR} torch.tensor(2)": "how_far must return ... tensor(2)",
     f"{FAR} [2, 2]": "how_far must return ... B = 1 ... [2, 2]",
-    f"{STOP} True": "stop must return ... True",
     f"{STOP} [True, True]": "stop must return ... B = 1",
     f"{STOP} next(iter([]))": "StopIteration",
     "def learn(self, state, r): return r.taus": "AttributeError ... taus"}

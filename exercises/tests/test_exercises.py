@@ -25,16 +25,9 @@ def out(tmp_path):
 
 
 @each_task
-def test_a_task_names_tests_that_exist(task):
-    for test in task.tests:
-        file, name = test.partition("[")[0].split("::")
-        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), test
-
-
-@each_task
 def test_no_bare_assert_reaches_a_student(task):
     """It would say what was false, but neither what was given nor what is wrong: `teach.promise`
-    does."""
+    does. And all tests of a task exist."""
     for test in task.tests:
         file, name = test.partition("[")[0].split("::")
         node = find(ast.parse((ROOT / file).read_text(encoding="utf-8")), name)
@@ -115,16 +108,6 @@ def test_a_hollow_module_is_the_library_without_the_functions(task):
         assert splice.signature(old) == splice.signature(new) and splice.is_stub(new)
         old.body, new.body = [], []
     assert ast.unparse(ours) == ast.unparse(hollow)
-    stub = "\n".join(splice.stub(task.module, name) for name in task.functions)
-    with pytest.raises(NotImplementedError):
-        splice.code(task.module, task.functions, stub)
-
-
-def test_harmless_modules_may_be_imported():
-    """Right answers take a heap, a bisection or a copy."""
-    task = choose("8")
-    text = "import bisect, heapq, operator, copy\n" + original(task)
-    splice.code(task.module, task.functions, text)
 
 
 def test_helpers_come_along_and_of_two_definitions_the_last_one_counts():
@@ -135,16 +118,6 @@ def test_helpers_come_along_and_of_two_definitions_the_last_one_counts():
            f"{head}mine(k)\n"
     exec(splice.code(task.module, task.functions, text), module := {})
     assert module["KVCache"]().write(0, 1, 2, None) == (1, [1, 2])
-
-
-def test_a_trial_below_the_function_is_not_run():
-    """And what an answer assigns changes no name but its own."""
-    task = choose("break_even")
-    trial = "import nothing\nfrom sampling import Coins\n" \
-            "x = draft_cost(1, 2, 3, 0) / 0\nassert x == 2\n" \
-            "compare = lambda *a, **k: None\nfail = None\nfor i in range(3):\n    print(x)\n"
-    exec(splice.code(task.module, task.functions, original(task) + trial), module := {})
-    assert not {"nothing", "Coins", "x", "compare", "fail", "i"} & {*module}
 
 
 # --- the grader

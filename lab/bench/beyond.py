@@ -1,7 +1,8 @@
 """Small reconstructions of ProphetNet, HAMburger and a sparse self-draft. Each answers one question
 that its paper leaves open, with one table. (BOOK.md says how M2R2 is asked.)
 
-Of greedy answers it says how many drafted tokens were accepted, tau, and the speed-up by weights.
+For greedy answers it prints the share of drafted tokens that were accepted, tau, and the speed-up,
+counting the weights read.
 """
 import copy
 from functools import partial
@@ -107,7 +108,7 @@ class Streams(train.Run):
 
 
 def prophet(text, device, streams, seed, tokens, *flags):
-    """A finished run of a tiny model with so many streams. `flags` are those of lab/train.py."""
+    """A finished run of a tiny model with so many streams. `flags` are flags of lab/train.py."""
     a = train.parse([
         *f"--out nowhere --data given --device {device.type} --dtype float32 --seed {seed} "
          f"--tokens {tokens} --context {CONTEXT} --batch {BATCH} --warmup 20 --layers 4 --dim 128 "

@@ -1,5 +1,5 @@
-"""Greedy text of llama.cpp, by SmolLM2 or another GGUF file, in bfloat16, as this library reads it,
-and in the few bits that it came in.
+"""How fast llama.cpp writes with SmolLM2 or another GGUF file, in bfloat16, as this library reads
+it, and quantised, as the file came.
 
 It needs the package llama-cpp-python, built for the machine that it runs on.
 """
@@ -23,8 +23,8 @@ NAMES = ("llama.cpp, bfloat16", "llama.cpp, bfloat16, lookup",
 
 
 def ways(a, names):
-    """{name: a way to decode, as in real.py} of those of NAMES among the names. Raises ValueError
-    for a file with another vocabulary than --model has."""
+    """{name: a way to decode, as in real.py} of the NAMES that are among the names. Raises
+    ValueError for a file with another vocabulary than --model has."""
     from llama_cpp import Llama, llama_cpp
     from llama_cpp._logger import set_verbose
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding

@@ -35,7 +35,7 @@ def compiled(theirs, prompt, new):
     one token compiled, as its guide to fast decoding says."""
     from transformers import StaticCache
     device = theirs.device
-    # trap: a sliding layer counts in Python, and with fixed numbers each token would compile anew
+    # trap: a sliding layer counts in Python, and with fixed numbers each token would compile again
     one = torch.compile(theirs.forward)
 
     @torch.no_grad()

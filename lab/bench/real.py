@@ -222,8 +222,7 @@ def row(runs, plain):
 
 
 def prices(samples, plain):
-    """(what a drafted token takes, what a round takes beside its drafts), in rounds of plain
-    decoding."""
+    """(what a drafted token takes, what the rest of a round takes), in rounds of plain decoding."""
     one = sum(s.seconds for s in plain) / sum(len(s.rounds) for s in plain)
     drafting = sum(s.drafting for s in samples)
     proposed = sum(n for s in samples for _, n in s.rounds)
@@ -291,7 +290,7 @@ def run(a):
         note("real", f"{title}, after {time.perf_counter() - began:.0f} s: {gains}")
     head = [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} "
             f"new tokens, {a.repeats or 1} interleaved runs: medians, of ratios the geometric mean "
-            "over the prompts; every greedy text of ours is that of plain decoding "
+            "over the prompts; every greedy text of ours is plain decoding's "
             f"{'to the bit' if bits else 'in float64 on the first prompt of each kind'}", ""]
     if a.dither:
         head += ["The target's weights got noise as wide as a step of int4.", ""]

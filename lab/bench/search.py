@@ -96,7 +96,7 @@ def regrets(space, land):
 
 
 def landscape(a, space, calibration, costs):
-    """What every set is worth, from the file, which only the shipped Llama has, or scored anew."""
+    """What every set is worth, from the file, which only the shipped Llama has, or scored now."""
     shipped = Path(a.model).resolve() == WEIGHTS / "stories-llama"
     if shipped and LANDSCAPE.is_file():
         return dict(np.load(LANDSCAPE))

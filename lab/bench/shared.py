@@ -76,7 +76,7 @@ def template_of(folder):
 
 
 def kinds_of(a):
-    """The kinds of prompts: those of --prompts, or what suits the model."""
+    """The kinds of prompts that --prompts names, or that suit the model."""
     return a.prompts or (CHATS if template_of(a.model) else SETS)
 
 

@@ -1,5 +1,5 @@
 """The results page and the lab book tell the truth. Commands parse, links lead somewhere, the
-counts are those of the code, and docs/papers.md quotes no other figures."""
+counts are what the code counts, and docs/papers.md quotes no other figures."""
 import re
 import shlex
 from pathlib import Path

@@ -54,7 +54,7 @@ def call(asked, monkeypatch):
 
 
 def test_a_tokenizer_that_refuses_texts_ends_in_no_traceback(tmp_path):
-    """A WordLevel without its token for the unknown refuses what transformers refuses, too."""
+    """A WordLevel without its token for the unknown refuses what transformers also refuses."""
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="<unk>"))
     checkpoint.save(make(replace(CONFIGS["llama"], vocab_size=2, bos=None, eos=())), tmp_path,
                     tokenizer)
@@ -79,7 +79,7 @@ def test_what_is_right_is_called_right(call, family):
 
 
 def test_far_angles_in_float32_are_no_difference_and_a_wrong_norm_is(tmp_path):
-    """Deep in a long context those of transformers move the logits by more than a thousandth."""
+    """Deep in a long context transformers' angles move the logits by more than a thousandth."""
     c = replace(LLAMA, vocab_size=64, n_layers=12, max_len=8192, rope_theta=500.0)
     checkpoint.save(make(c).float(), tmp_path, expected.byte_tokenizer())
     passes, model = check.plan(c, [i * i % 61 for i in range(64)]), load(tmp_path)

@@ -35,7 +35,7 @@ def test_the_whole_benchmark(call, tmp_path, folder):
                             "--only", "eagle", "exit", "int4", "auto", "former", "--out",
                             tmp_path / "made")
     assert status == 0 and "| eagle, tree of 8 | " in out, err
-    assert "plain decoding in float64" in out and "real: maths, T 0, after" in err
+    assert "plain decoding's in float64" in out and "real: maths, T 0, after" in err
     data = json.loads((tmp_path / "made.json").read_text())
     assert {*data["results"]} == {"maths, T 0", "maths, T 0.8"}
     for rows in data["results"].values():
@@ -54,7 +54,7 @@ def test_a_small_model_drafts_for_a_real_one_and_texts_agree_to_the_bit(call, tm
     status, out, err = call(
         "real", "--model", folder, "--draft-model", folder, "--fast", "--new", "8", "--prompts",
         tmp_path / "own.txt", "--only", "small model", "int8", "auto", "--out", tmp_path / "made")
-    assert status == 0 and "plain decoding to the bit" in out, err
+    assert status == 0 and "plain decoding's to the bit" in out, err
     rows = json.loads((tmp_path / "made.json").read_text())["results"]["own, T 0"]
     assert {*rows} == {"plain", "int8, gamma 3", "small model, gamma 3",
                        "small model in int4, gamma 3", "small model in int4, gamma 5", "auto"}
