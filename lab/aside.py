@@ -12,7 +12,9 @@ class ScratchTail:
     at `end`."""
 
     def __init__(self, cache, T, end):
-        self.cache, self.T, self.end = cache, T, end
+        self.cache = cache
+        self.T = T
+        self.end = end
 
     def write(self, layer, k, v, at, start=0):
         T = self.T
@@ -25,7 +27,8 @@ class ScratchTail:
 def aside(model, cache, x, positions, sublayers):
     """Run `sublayers` for x (B, T, dim), each token on its own, as the first one of a draft. It
     reads what the cache holds before its position (B, T), and itself. (B, T, dim)"""
-    T, S = x.shape[1], cache.k.shape[3]
+    T = x.shape[1]
+    S = cache.k.shape[3]
     slots = torch.arange(S, S + T, device=x.device)[None]
     own = torch.eye(T, dtype=torch.bool, device=x.device)[None]
     at = Placement(positions, slots, 0, S + T, own)

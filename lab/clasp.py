@@ -34,7 +34,8 @@ def nearest(states, run, times, most, least=-1.0):
 
     for u, time in enumerate(times):
         ran = run(u, best)
-        keep, skip = near(ran, u + 1), near(best, u + 1).roll(time)
+        keep = near(ran, u + 1)
+        skip = near(best, u + 1).roll(time)
         skip[: time or most + 1] = -2.0
         choose = keep >= skip                                                   # (J,)
         gone = torch.where(choose[:, None], gone, gone.roll(time, 0))
@@ -47,12 +48,14 @@ def nearest(states, run, times, most, least=-1.0):
 
 class Nearest(SelfDraft):
     """What both share. After the prompt, and then after every `every` tokens, `choose` sees the
-    target's states as they enter each unit, and at last as they leave the last one,
-    at some places (B, N)."""
+    target's states as they enter each unit, and as they leave the last one, at some places
+    (B, N)."""
 
     def __init__(self, model, units, rule, every):
         super().__init__(model, range(2 * model.c.n_layers), rule)
-        self.units, self.every, self.taps = units, every, tuple(unit[-1] for unit in units)
+        self.units = units
+        self.every = every
+        self.taps = tuple(unit[-1] for unit in units)
 
     def begin(self, state, trace):
         same_model(self.model, state)
@@ -66,9 +69,10 @@ class Nearest(SelfDraft):
             self.look(state, r.trace, first, self.which(state, r))
 
     def look(self, state, trace, first, which):
-        """first (B, 1): where each row's trace begins; which (B, N): the tokens in
-        it whose states count."""
-        self.due, at = max(state.lengths) + self.every, first + which
+        """first (B, 1): where each row's trace begins. which (B, N): the tokens in it whose states
+        count."""
+        self.due = max(state.lengths) + self.every
+        at = first + which
         states = [self.model.embed(state.read(at)), *(pick(trace[tap], which) for tap in self.taps)]
         B, N = at.shape
 
@@ -89,8 +93,8 @@ class CLaSp(Nearest):
     states stay nearest to the target's (CLaSp, arXiv 2505.24196).
 
     Its dynamic programme runs all its sets in one pass of each block, as tokens of one place that
-    do not see each other. `every`, the draft's length and where it stops are those of the port to
-    Spec-Bench; theirs is for one row, and here the cosine is the mean over the rows.
+    do not see each other. `every`, the draft's length and its threshold come from the port to
+    Spec-Bench. The port is for one row; here the cosine is the mean over the rows.
     """
 
     def __init__(self, model, gamma=8, skips=None, every=128, threshold=0.7):
@@ -116,15 +120,18 @@ class KnapSpec(Nearest):
     best token was the target's at the last `window` places; the set and the length of the best
     expected speed draft, none if none gains.
 
-    Two things differ here. Times come from a Costs table, by weights if none is given, and alpha
-    starts from one hit and one miss, since few places are counted. The first and the last block are
-    always run, and sets whose cosine falls below a half are given up, as in the authors' code.
+    Two things differ here. Times come from a Costs table, by default counting the weights, and
+    alpha starts from one hit and one miss, since few places are counted. The first and the last
+    block are always run, and sets whose cosine falls below a half are given up, as in the authors'
+    code.
     """
 
     def __init__(self, model, gamma=8, costs=None, every=128, window=16):
         L = model.c.n_layers
         super().__init__(model, [[i] for i in range(2 * L)], 0, every)
-        self.costs, self.window, self.longest = costs or weight_costs(model.c), window, gamma
+        self.costs = costs or weight_costs(model.c)
+        self.window = window
+        self.longest = gamma
         unit = min(self.costs.sublayers)
         self.times = [min(5, round(t / unit)) if 1 < i < 2 * L - 2 else 0
                       for i, t in enumerate(self.costs.sublayers)]
@@ -142,7 +149,8 @@ class KnapSpec(Nearest):
         sets, ends = nearest(states, run, self.times, sum(self.times), least=0.5)
         said = self.model.unembed(torch.cat([states[-1][None], ends[1:]])).argmax(-1)  # (J, B*N)
         hits = (said[1:] == said[:1]).sum(1).tolist()
-        best, self.rule.longest = 1.0, 0
+        best = 1.0
+        self.rule.longest = 0
         for gone, hit in zip(sets, hits, strict=True):
             if gone is not None:
                 alpha = (hit + 1) / (said.shape[1] + 2)
@@ -150,5 +158,6 @@ class KnapSpec(Nearest):
                 gamma = best_gamma(alpha, cost, self.longest)
                 speed = expected_speedup(alpha, gamma, cost)
                 if speed > best:
-                    best, self.rule.longest = speed, gamma
+                    best = speed
+                    self.rule.longest = gamma
                     self.skip(gone)

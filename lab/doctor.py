@@ -27,7 +27,7 @@ LONGEST = 16    # the longest draft that the break-even point is looked for with
 
 
 def read_line(text):
-    """(rates by position, the mean acceptance length printed beside them or None)."""
+    """(rates by position, the mean acceptance length if the line prints it)"""
     lines = [line for line in text.splitlines() if RATES.search(line)]
     if not lines:
         raise ValueError("no acceptance rates found: paste the line of vLLM with 'Per-position "

@@ -47,7 +47,8 @@ class M2R2(Head, StandIn):
         E = len(early_exit(L, exit_layer)) // 2
         if rank is None:
             rank = max(1, round(Kangaroo(model, exit_layer).count() / (2 * dim * E)))
-        self.model, self.shape = model, {"exit_layer": E, "rank": rank}
+        self.model = model
+        self.shape = {"exit_layer": E, "rank": rank}
         self.taps = [2 * -(-i * L // E) - 1 for i in range(1, 1 + E)]
         down = 0.02 * torch.randn(E, rank, dim, generator=torch.Generator().manual_seed(0))
         self.weights = own_weights(model, down=down, up=torch.zeros(E, dim, rank))
@@ -56,8 +57,8 @@ class M2R2(Head, StandIn):
     def rise(self, run, x, at, cache, trace=None):
         """The states after each of the first E blocks, (B, T, dim) each. Of the rows x (B, T, dim)
         those that the cache, a ScratchTail, does not keep are accelerated."""
-        kept, w = cache.T, self.weights
-        for i, (down, up) in enumerate(zip(w.down, w.up, strict=True)):
+        kept = cache.T
+        for i, (down, up) in enumerate(zip(self.weights.down, self.weights.up, strict=True)):
             more = F.linear(F.linear(unit(x[:, kept:]), down), up)
             x = run(x, at, cache, [2 * i, 2 * i + 1], trace)
             x = torch.cat([x[:, :kept], x[:, kept:] + more], 1)
@@ -66,18 +67,19 @@ class M2R2(Head, StandIn):
     def run(self, x, at, cache, sublayers, trace):
         """`Transformer.run` of the first E blocks over one token of each row, x (B, 1, dim). Beside
         it runs the accelerated row, whose states stay in `states` (B, 1, E, dim)."""
-        end, places = at.end, at.positions                                      # (B or 1, 1)
-        slots = torch.cat([places, torch.full_like(places, end)], 1)            # (B or 1, 2)
+        places = at.positions                                                   # (B or 1, 1)
+        slots = torch.cat([places, torch.full_like(places, at.end)], 1)         # (B or 1, 2)
         alone = torch.eye(2, dtype=torch.bool, device=x.device)[None]  # neither sees the other
-        both = Placement(torch.cat([places, places], 1), slots, at.first, end + 1, alone)
+        both = Placement(torch.cat([places, places], 1), slots, at.first, at.end + 1, alone)
         rows = list(self.rise(self.model.run, torch.cat([x, x], 1), both,
-                              ScratchTail(cache, 1, end), trace))
+                              ScratchTail(cache, 1, at.end), trace))
         trace.update({tap: y[:, :1] for tap, y in trace.items()})
         self.states = torch.stack([y[:, 1:] for y in rows], 2)
         return rows[-1][:, :1]
 
     def predict(self, tokens, trace, cache):
-        T, device = tokens.shape[1], tokens.device
+        T = tokens.shape[1]
+        device = tokens.device
         at = torch.arange(T, device=device)[None]                               # (1, T)
         before = torch.ones(T, T, dtype=torch.bool, device=device).tril(-1)
         own = torch.eye(T, dtype=torch.bool, device=device)
@@ -93,6 +95,6 @@ class M2R2(Head, StandIn):
         return TwoRowDraft(self, rule)
 
     def besides(self):
-        """What training minimises besides the distributions: a tenth of the distance of the
-        accelerated states from where they belong. (It changed nothing that we could measure.)"""
+        """An additional loss, a tenth of the distance of the accelerated states from where they
+        belong. (It changed nothing that we could measure.)"""
         return 0.1 * (unit(self.states) - unit(self.ahead)).pow(2).mean()

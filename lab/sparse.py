@@ -41,7 +41,9 @@ class SparseDraft(Drafter):
 
     def __init__(self, model, rule, sinks=4, window=64):
         super().__init__(rule)
-        self.model, self.sinks, self.window = model, sinks, window
+        self.model = model
+        self.sinks = sinks
+        self.window = window
 
     def begin(self, state, trace):
         same_model(self.model, state)

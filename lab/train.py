@@ -45,7 +45,7 @@ STEPS = (
     ("warmup", 100, 0, 2**40, "steps to the full rate"),
     ("lr", 3e-3, 1e-30, 1e30, "of AdamW: embeddings and norms"),
     ("muon-lr", 0.02, 0.0, 1e30, "of Muon: matrices (Jordan et al. 2024); 0: AdamW learns all"),
-    ("decay", 0.5, 1e-9, 1.0, "in the last P of the run both rates fall linearly to 2 %%"),
+    ("decay", 0.5, 1e-9, 1.0, "both rates fall linearly to 2 %% over this last share of the run"),
     ("seed", 0, 0, 2**40, ""))
 
 
@@ -156,9 +156,9 @@ def losses(model, batch, sublayers, exit_layer=None, distil=0.0):
 @torch.no_grad()
 def evaluate(model, tokens, context, most):
     """{"loss": [of each exit], "agreement": [of each exit]} over the first `most` tokens, cut into
-    windows: the loss after each block in nats a token, and how often its best token is that of the
-    last block. One pass gives all exits, because the states before an exit equal those of the whole
-    model ("logit lens")."""
+    windows: the loss after each block in nats a token, and how often its best token is the last
+    block's. One pass gives all exits, because an exit reads the same states as the whole model
+    does ("logit lens")."""
     rows = corpus.windows(tokens, context + 1, most, context).to(model.tok.device)
     loss = 0.0
     agreed = 0.0

@@ -19,20 +19,21 @@ def own_weights(model, **tensors):
 
 class TransferDraft(MedusaDraft):
     """In the paper drafting and verifying are one pass, in which the pseudo states ride along with
-    each token of the block. Here those of the last token read take a pass of their own through the
-    upper blocks: they stand where the next tokens will, see what that token sees and those before
-    them, and what they write is overwritten by the verification of the same round."""
+    each token of the block. Here the pseudo states of the last token read take a pass of their own
+    through the upper blocks. They stand where the next tokens will, and see what that token sees
+    and the pseudo states before them. The same round's verification overwrites what they write."""
 
     def last(self, state):
         """The final states of each row's pseudo states. (B, N, dim)"""
-        head, N = self.head, max(1, min(self.head.steps, max(state.room)))
+        head = self.head
+        N = max(1, min(head.steps, max(state.room)))
         if head.shape["inject_layer"] > 0:
             x = super().last(state)                                             # (B, 1, dim)
         else:
             x = head.model.embed(state.read((state.n[:, None] - 2).clamp(min=0)))
-        rows, first = head.spread(x)[:, 0, :N], 2 * head.shape["inject_layer"]  # (B, N, dim)
-        return head.model.run(rows, state.span(0, N), state.cache,
-                              range(first, 2 * head.model.c.n_layers))
+        rows = head.spread(x)[:, 0, :N]                                         # (B, N, dim)
+        above = range(2 * head.shape["inject_layer"], 2 * head.model.c.n_layers)
+        return head.model.run(rows, state.span(0, N), state.cache, above)
 
 
 class Transfer(Head):
@@ -44,7 +45,8 @@ class Transfer(Head):
     t = 0 is a predicting stream of ProphetNet (arXiv 2001.04063), with a learnt embedding; t = L is
     a Medusa head without its residual block. The pseudo states start as copies.
     """
-    kind, branches = "transfer", True
+    kind = "transfer"
+    branches = True
 
     def __init__(self, model, inject_layer, steps):
         L, dim = model.c.n_layers, model.c.dim
@@ -71,7 +73,9 @@ class Transfer(Head):
         return self.model.unembed(rows[:, k : k + 1])
 
     def predict(self, tokens, trace, cache):
-        T, t, m = tokens.shape[1], self.shape["inject_layer"], self.model
+        m = self.model
+        T = tokens.shape[1]
+        t = self.shape["inject_layer"]
         rows = self.spread(trace[self.taps[0]] if t > 0 else m.embed(tokens)).flatten(1, 2)
         at = riders(T, self.steps, tokens.device)
         hidden = masks(m, at.positions[:, T:], at.positions, at.tree[:, T:])

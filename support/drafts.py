@@ -183,7 +183,7 @@ def auto(plan):
     large = size(model.blocks) >= MEASURED or model.tok.is_cuda  # a GPU waits not only for bytes
     measured = alone and large and (options.fast or options.temperature == 0)
     costs = kept_costs(model) if measured else byte_costs(model)
-    plan.where = f", with costs {'as measured here' if measured else 'by weights'}"
+    plan.where = f", with costs {'as measured here' if measured else 'counted in weights'}"
     rough = None
     if measured and rows.multiplies(model):
         twin = model.alongside(quantise(model, "int4", head="int4", rounds=True))
