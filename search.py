@@ -150,9 +150,7 @@ class GaussianProcess:
         self.d = distances(self.z, self.z, groups)
         centre = [math.log(1 / z.shape[1])] * len(self.d) + [0.0, math.log(1e-3)]
         self.prior = torch.tensor(centre, dtype=torch.float64)                  # (G + 2,)
-        self.theta = self.prior
-        if theta is not None:
-            self.theta = torch.tensor(theta, dtype=torch.float64)
+        self.theta = self.prior if theta is None else torch.tensor(theta, dtype=torch.float64)
         if fit:
             self.fit()
         self.L = torch.linalg.cholesky(self.covariance(self.theta))             # (N, N)

@@ -218,7 +218,7 @@ class State:
         end = max(lengths) - 1 + stop
         if len(lengths) == 1 and not self.n.is_cuda:
             return Placement.span(start, end)
-        slots = self.after(torch.arange(first - 1, stop - 1, device=self.n.device))
+        slots = self.positions(torch.arange(first, stop, device=self.n.device))
         return Placement(slots, slots, max(0, start), min(end, self.tokens.shape[1]))
 
     def back(self, T: int, stop: int) -> tuple[Placement, torch.Tensor]:
@@ -229,10 +229,10 @@ class State:
         here = at.slots - missing
         return at._replace(positions=here, slots=here), T - 1 + missing
 
-    def after(self, steps):
-        """The positions of `steps` (B or 1, T), counted from the first unknown token. (B, T)"""
+    def positions(self, offsets):
+        """The positions of `offsets` (B or 1, T), counted as in `span`. (B, T)"""
         # a row near its limit overshoots if another drafts more: clamp to a dead slot
-        return (self.n[:, None] + steps).clamp_(max=self.tokens.shape[1] - 1)
+        return (self.n[:, None] - 1 + offsets).clamp_(max=self.tokens.shape[1] - 1)
 
     def last(self):
         """The last known token of each row. (B, 1)"""

@@ -133,8 +133,8 @@ class HeadDraft(Drafter):
         x = self.head.state(r.trace)  # (B, K+1, taps * dim)
         # trap: within `Then`, r.accepted counts only this drafter's part
         lengths = state.send([len(row) for row in r.new])
-        steps = torch.arange(x.shape[1], device=x.device) + self.late - 1
-        slots = state.after(steps - lengths[:, None])
+        offsets = torch.arange(x.shape[1], device=x.device) + self.late
+        slots = state.positions(offsets - lengths[:, None])
         self.noted[self.rows, slots] = x    # `scatter_` takes eight times as long
 
     def last(self, state):

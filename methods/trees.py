@@ -59,7 +59,7 @@ class Tree(Draft):
     def place(self, state):
         depth = self.seen.sum(-1) - 1                                           # (B or 1, K+1)
         return super().place(state)._replace(
-            positions=state.after(depth - 1), tree=self.seen, same=False)
+            positions=state.positions(depth), tree=self.seen, same=False)
 
     def judge(self, state, r, verify):
         """By `verify_tree`; the argument `verify` is for chains."""
@@ -83,7 +83,7 @@ def straighten(state, r, node):
     on_path = seen[row, node]                                                   # (B, K+1)
     below = seen[row, :, node]                                                  # (B, K+1)
     path = torch.where(on_path, 0, 2 - below.long()).argsort(dim=1, stable=True)    # (B, K+1)
-    slots = state.after(place - 1)                                              # (B, K+1)
+    slots = state.positions(place)                                              # (B, K+1)
     state.cache.move(slots.gather(1, path), slots)
 
     def ordered(t, order):

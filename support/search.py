@@ -40,8 +40,6 @@ def parse(argv):
     add("--top-p", type=float, metavar="P", help="with which the drafts will be used")
     add("--costs", metavar="FILE",
         help="from lab.bench costs --out (default: costs counted in weights)")
-    add("--protect", type=int, nargs="*", default=[0, 1], metavar="I",
-        help="sub-layers that always stay")
     add("--draft-vocab", type=int, metavar="N",
         help=f"draft with only the N most frequent tokens of the text, written to {VOCAB} "
              "(FR-Spec)")
@@ -101,13 +99,15 @@ def skip_file(space, entry):
 def run(argv):
     a = parse(argv)
     model, tokenizer = checkpoint.load(a.model, a.device, cli.DTYPES[a.dtype])
-    documents, c, out = read_texts(Path(a.text), "text", BOUNDARY), model.c, Path(a.out)
-    space = Space(c.n_layers, tuple(i for i in range(2 * c.n_layers) if i not in a.protect))
-    if not set(a.protect) < set(range(2 * c.n_layers)):
-        raise ValueError(f"--protect: name some of the sub-layers 0 to {2 * c.n_layers - 1}, but "
-                         "not all")
+    c = model.c
+    out = Path(a.out)
+    documents = read_texts(Path(a.text), "text", BOUNDARY)
+    if c.n_layers == 1:
+        raise ValueError(f"{a.model}: the first block always stays, and there is no other")
+    space = Space(c.n_layers, tuple(range(2, 2 * c.n_layers)))
     costs = read_costs(a.costs, c) if a.costs else weight_costs(c)
-    probs, short = partial(to_probs, temperature=a.temperature, top_p=a.top_p), None
+    probs = partial(to_probs, temperature=a.temperature, top_p=a.top_p)
+    short = None
     if a.draft_vocab:  # also count each document's end of text, which drafts should know
         texts = [checkpoint.encode(tokenizer, text) + list(c.eos[:1]) for text in documents]
         vocab = most_frequent(texts, a.draft_vocab)

@@ -15,10 +15,7 @@ from transformers.utils import chat_template_utils
 import checkpoint
 from support import chat, generate
 
-TEMPLATES = {"chatml": """
-{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}
-{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}""",
-    "brackets": """
+TEMPLATES = {"brackets": """
 {% set system = messages[0].content if messages[0].role == 'system' else false %}
 {% for m in (messages[1:] if system else messages) %}{% if loop.index % 2 != (m.role == 'user') %}
 {{ raise_exception('user and assistant take turns') }}{% endif %}
