@@ -18,7 +18,7 @@ from control import best_gamma, expected_speedup, weight_costs
 from lab import corpus, train, train_heads
 from lab.aside import masks
 from lab.bench.shared import SETS, SHAPES, load, page, prompt_ids, read_prompts, table
-from lab.hamburger import BurgerDraft, Hamburger, score, tune
+from lab.hamburger import BurgerDraft, Hamburger, tune, write
 from lab.sparse import SparseDraft, sparse, step_cost
 from lab.train_heads import OWN
 from lab.transfer import Transfer, riders
@@ -148,18 +148,15 @@ def cooled(model, temperature):
 
 
 def hamburgers(model, tokenizer, prompts, new):
-    """{confidence: what was found} of one HAMburger. Alone it writes another text, and KL says how
-    far off, in nats per token; as a drafter it is exact. It imitates the model at a lower
-    temperature, because at temperature 1 a small one is hardly ever sure."""
-    device = model.tok.device
+    """{confidence: what was found} of one HAMburger. Alone it writes another text, by entries of
+    several tokens; as a drafter it is exact. It imitates the model at a lower temperature, because
+    at temperature 1 a small one is hardly ever sure."""
     costs = weight_costs(model.c)
     cold = cooled(model, COLD)
     burger = Hamburger(cold)
     text = own_text(cold, tokenizer, SIZES.text, SIZES.measured)
-    tune(burger, cold, [text.batch(0, i, BATCH // 2, CONTEXT - 1).long().to(device)
+    tune(burger, cold, [text.batch(0, i, BATCH // 2, CONTEXT - 1).long().to(model.tok.device)
                         for i in range(SIZES.burger)])
-    count = max(1, SIZES.measured // 4 // CONTEXT)  # each takes as many passes as it has entries
-    windows = text.valid[OWN][: count * CONTEXT].view(count, CONTEXT).long().to(device)
     small = sum(costs.sublayers[: 2 * burger.micro.c.n_layers]) + costs.head    # the decoder's
 
     def cost(K):
@@ -167,9 +164,10 @@ def hamburgers(model, tokenizer, prompts, new):
 
     found = {}
     for confidence in CONFIDENCES:
-        kl, tokens = score(burger, cold, windows, confidence)
+        entries = [entry for ids in prompts for entry in write(burger, ids, new, confidence)]
+        tokens = sum(map(len, entries)) / len(entries)
         found[str(confidence)] = {
-            "KL alone": kl, "tokens a step alone": tokens, "speed-up alone": tokens / cost(tokens),
+            "tokens a step alone": tokens, "speed-up alone": tokens / cost(tokens),
             **worth(model, prompts, BurgerDraft(burger, confidence), new, cost)}
     return found
 
