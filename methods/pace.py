@@ -60,8 +60,8 @@ class Pace(Wrapper):
         # the choice: the arm that drafts, and what the round costs if it drafts 0, 1, ... tokens
         self.arm = self.nothing
         self.round_costs = [1.0]
-        self.hold = 0           # rounds for which it still holds
-        self.held = 0           # and for which it was to hold
+        self.holds_for = 0      # rounds from now on
+        self.held_for = 0       # rounds, counted when it was made
         # the count of tokens
         self.written = []       # of each row
         self.least = 0          # the fewest of a row that was not finished
@@ -72,14 +72,14 @@ class Pace(Wrapper):
         self.written = [0] * len(state.known)
         self.passes = [self.costs.pass_cost(T, len(state.known)) for T in range(self.most + 3)]
         self.least = 0
-        self.hold = 0
+        self.holds_for = 0
         for rate in (arm.drafter.rule.acceptance for arm in self.arms):
             rate.fade(PRIOR / max(PRIOR, rate.hits + rate.misses))      # another text
 
     def cost(self, arm, g):
         """The cost, in passes, of a round: choose an arm, draft g tokens and verify them."""
-        held = 0 if arm is self.copying else self.pause
-        thinking = self.thinking / (1 + held) * (g > 0)
+        rounds = 1 if arm is self.copying else 1 + self.pause   # that share the time for choosing
+        thinking = self.thinking / rounds * (g > 0)
         return thinking + arm.drafting(self.n, g) + self.passes[1 + g]
 
     def covered(self, cost):
@@ -157,9 +157,9 @@ class Pace(Wrapper):
         """Choose how this round drafts. A choice that is made again holds longer, for at most
         `pause` rounds, but what may be copied is new in every round."""
         self.copies = [[]] * len(state.known)
-        self.hold -= 1
+        self.holds_for -= 1
         last = self.arm
-        if self.hold >= 0:
+        if self.holds_for >= 0:
             self.take(last, len(self.round_costs) - 1)
             return
         self.lookup.enter(state)
@@ -169,8 +169,8 @@ class Pace(Wrapper):
         self.grown = self.pass_price(self.n) / self.costs.whole
         self.choose()
         same = self.arm is last is not self.copying
-        self.held = min(self.pause, 2 * self.held + 1) * same
-        self.hold = self.held
+        self.held_for = min(self.pause, 2 * self.held_for + 1) * same
+        self.holds_for = self.held_for
 
     def propose(self, state):
         self.decide(state)
