@@ -19,16 +19,17 @@ from methods.suffix import DEPTH, Suffix
 STAKE = 2.0     # passes that may be lost before anything is won
 RISK = 0.005    # what exploring may cost, as a share of plain decoding
 MARGIN = 0.05   # an arm must promise this much more than plain decoding
-OVERHEAD = 0.01     # of a round: choosing takes no more of it, nor does a stop rule
-COPY = 7  # tokens that may be copied: with the last one a block of eight, as recorded ones are
+OVERHEAD = 0.01     # the largest share of a round's time that choosing, or a stop rule, may take
+COPY = 7    # tokens that may be copied, because with the last one they fill a recorded block of 8
 
 
 class Pace(Wrapper):
     """Before each round, choose the arm and the draft length that promise the most tokens per pass.
 
-    Pace must be the outermost drafter. The arms, by default `candidates(model, costs)`, have
-    Calibrated rules, and suffix lookup joins them. `costs` is a Costs table, by default counted in
-    weights. What is learnt persists across runs, and `chosen` counts the rounds per arm.
+    No drafter around Pace may change its drafts. The arms, by default `candidates(model, costs)`,
+    have Calibrated rules, and suffix lookup joins them. `costs` is a Costs table, by default
+    counted in weights. What is learnt persists across runs, and `chosen` counts the rounds per
+    arm.
 
     In a batch the rows share each pass and so the arm. The guarantee counts the tokens of the row
     with the fewest, without the prompt. Where a round is short next to the time for choosing
@@ -109,8 +110,8 @@ class Pace(Wrapper):
         return best, length
 
     def choose(self):
-        """Take the arm that promises most. One that is little known is taken to be good, so that it
-        is tried."""
+        """Take the arm that promises most. An arm that was little tried has an optimistic estimate,
+        so that it is explored."""
         self.copying.longest = max(map(len, self.copies))
         alphas = {self.copying: self.copy_rate()}
         for arm in self.arms:
@@ -123,7 +124,7 @@ class Pace(Wrapper):
         elif arm is self.copying:
             self.take(arm, length)
         else:
-            self.take(arm, self.longest(arm))
+            self.take(arm, self.length_for(arm))
 
     def copy_rate(self):
         """The acceptance rate of what may be copied now, on average over the rows. A long match is
@@ -131,7 +132,7 @@ class Pace(Wrapper):
         rates = [self.copy_rates[m.bit_length()].mean() if m else 0.0 for m in self.lookup.matched]
         return sum(rates) / len(rates)
 
-    def longest(self, arm):
+    def length_for(self, arm):
         """The longest draft of an arm: any length that its rule allows, if the rule is asked. The
         rule's bars are made for what the arm brings, not for what it might bring."""
         rule = arm.drafter.rule

@@ -193,7 +193,7 @@ def auto(plan):
             rough = twin, measure_step(model, twin)
     else:
         costs = byte_costs(model)
-        plan.where = ", with costs counted in weights"
+        plan.where = ", with costs counted in bytes"
     small = None
     if options.draft_model is not None:
         other = fit(load_small(plan, options.draft_model), model)
