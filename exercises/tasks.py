@@ -63,8 +63,7 @@ TASKS = [
         answers="a_norm_of_any_shape_and_type a_norm_hands_gradients_on")),
     Task(4, "visible", "model.py", ("visible",), 2, 40, 2, tests(
         model="visible_in_the_first_block",
-        visible="visible_behind_a_filled_cache visible_for_rows_at_different_places "
-                "visible_within_a_window visible_where_slots_are_not_positions visible_in_a_tree",
+        visible="visible_by_hand",
         properties="visible_is_its_definition")),
     Task(5, "Attention.forward", "model.py", ("Attention.forward",), 2, 45, 3, tests(
         by_hand="an_attention_after_a_filled_cache an_attention_keeps_types an_attention_of_qwen",

@@ -217,32 +217,9 @@ def write(burger, prompt, max_new, confidence):
             ids = torch.cat([ids, burger.trunk.unembed(x).argmax(-1)[None]], 2)
             if burger.stops(x, confidence):
                 break
-        row, max_new = row + ids[0].tolist(), max_new - ids.shape[2]
+        row += ids[0].tolist()
+        max_new -= ids.shape[2]
         yield row[-1]
-
-
-@torch.inference_mode()
-def score(burger, teacher, tokens, confidence):
-    """How it would have written the texts (B, T) alone: KL(p || q) in nats a token, whose sum is
-    that between the distributions of texts, and tokens a step, which are tokens for each key and
-    value."""
-    B, T = tokens.shape
-    kl = 0.0
-    steps = 0
-    for text, logp in zip(tokens, teacher(tokens).log_softmax(-1), strict=True):  # (T,), (T, V)
-        row = [text[:1].tolist()]
-        n = 1
-        while n < T:
-            ids = text[None, None, n : n + burger.most - 1]
-            x = burger.following(latest(burger, [row]), ids)[0, 0, : T - n]     # (J, dim)
-            stops = burger.stops(x, confidence).tolist()
-            J = 1 + stops.index(True) if True in stops else len(x)  # tokens of this entry
-            p = logp[n - 1 : n - 1 + J]
-            kl += float((p.exp() * (p - burger.trunk.unembed(x[:J]).log_softmax(-1))).sum())
-            row.append(text[n : n + J].tolist())
-            n += J
-            steps += 1
-    return kl / (B * (T - 1)), B * (T - 1) / steps
 
 
 class BurgerDraft(Drafter):

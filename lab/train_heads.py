@@ -11,7 +11,6 @@ import json
 import math
 import random
 import sys
-from functools import partial
 from itertools import chain, cycle, islice, repeat
 from pathlib import Path
 
@@ -56,7 +55,6 @@ MEASURED = 4096     # tokens of held-out text
 RANKS = 5           # of how many ranks a head's acceptance is measured, for the shape of a tree
 OWN = "own text"    # the name of what the model writes itself
 ROWS = {"cpu": 32, "cuda": 512}     # texts that it writes at a time
-LONGEST = 128       # tokens of a question that it asks itself
 
 
 # --- the command line
@@ -77,9 +75,6 @@ def parse(argv):
                    "KL(p || q)")
     p.add_argument("--prompts", nargs="+", default=[], metavar="FILE", help="it writes answers to "
                    'these, lines of {"prompt": text}, by its chat template')
-    p.add_argument("--ask", type=train.number(0, 2**30), default=0, metavar="N", help="it also "
-                   "answers N questions of its own: what it writes where the template has the user "
-                   "speak (Magpie)")
     p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     steps = [row for row in train.STEPS if row[0] != "muon-lr"]
     for title, rows in (("text", TEXT), ("optimisation", steps)):
@@ -116,26 +111,6 @@ def ask(folder, tokenizer, texts):
     render = read_template(folder)
     return [checkpoint.encode(tokenizer, render([{"role": "user", "content": text}]), special=False)
             for text in texts]
-
-
-def questions(folder, model, tokenizer, count, seed):
-    """What a chat model writes, at temperature 1, where its template has the user speak (Magpie,
-    arXiv 2406.08464, section 2). Those that do not end are left out. Raises ValueError if none of
-    many ends."""
-    mark = "\0"
-    coins = Coins(seed)
-    found = []
-    begun = read_template(folder)([{"role": "user", "content": mark}]).partition(mark)[0]
-    begun = [checkpoint.encode(tokenizer, begun, special=False)] * ROWS[model.tok.device.type]
-    while len(found) < count:
-        texts, _ = generate(model, begun, LONGEST, None, partial(to_probs, temperature=1.0), coins,
-                            model.c.eos)
-        ended = [tokenizer.decode(text[:-1]) for text in texts if text[-1] in model.c.eos]
-        if not ended:
-            raise ValueError(f"{folder}: its model ends none of {len(texts)} questions: use "
-                             "--prompts")
-        found += ended
-    return found[:count]
 
 
 def write_text(model, count, seed, length, temperature=1.0, opening=0, prompts=None):
@@ -289,7 +264,6 @@ def fresh_run(a, device, text):
     fresh_head(a, model)    # a wrong shape is refused before minutes of writing
     if text is None:
         asked = [text for name in a.prompts for text in read_texts(Path(name), "prompt", "\n")]
-        asked += questions(a.model, model, tokenizer, a.ask, a.seed) if a.ask else []
         prompts = ask(a.model, tokenizer, asked) if asked else None
         random.Random(a.seed).shuffle(prompts or [])
         written = write_text(model, a.text, a.seed, a.context, a.temperature, a.opening, prompts)

@@ -12,7 +12,6 @@ from methods.base import Reader
 from methods.counts import Beta, outcomes
 from methods.heads import pricing, shorter
 from methods.standin import ShortHead
-from methods.suffix import DEPTH
 from sampling import raw_probs
 
 FADE = 0.95     # the share of the counts that remains after each round
@@ -75,30 +74,6 @@ class Calibrated(Rule):
         self.bins[tenth].fade(BIN_FADE)
         for beta in (self.acceptance, self.bins[tenth]):
             beta.add(hit, 1 - hit)
-
-
-class Copies:
-    """How often copied tokens are right. A long match is right more often than a short one, so the
-    lengths are told apart by their powers of two. The text shows it, whether it was drafted or
-    not."""
-
-    def __init__(self):
-        self.rates = [Beta(prior=1 - 0.5**k) for k in range(1 + DEPTH.bit_length())]
-
-    def chance(self, matched):
-        """The acceptance rate of copies after these lengths, one for each row; 0: no match."""
-        known = [self.rates[m.bit_length()].mean() if m else 0.0 for m in matched]
-        return sum(known) / len(known)
-
-    def learn(self, matched, copies, new):
-        """Compare what could have been copied with what was written."""
-        for m, copied, row in zip(matched, copies, new, strict=True):
-            same = [x == y for x, y in zip(copied, row, strict=False)]
-            if same:
-                right = [*same, False].index(False)
-                rate = self.rates[m.bit_length()]
-                rate.fade(FADE)
-                rate.add(right, right < len(same))
 
 
 @dataclass(eq=False)

@@ -12,8 +12,9 @@ from itertools import pairwise, takewhile
 from control import MOST, weight_costs
 from drafter import Drafter, Wrapper
 from layerskip import same_model
-from methods.arms import PRIOR, Arm, Copies, candidates
-from methods.suffix import Suffix
+from methods.arms import FADE, PRIOR, Arm, candidates
+from methods.counts import Beta
+from methods.suffix import DEPTH, Suffix
 
 STAKE = 2.0     # passes that may be lost before anything is won
 RISK = 0.005    # what exploring may cost, as a share of plain decoding
@@ -46,7 +47,8 @@ class Pace(Wrapper):
         self.pass_price = self.costs.pricing(range(2 * model.c.n_layers))
         self.thinking = self.costs.thinking / self.costs.whole
         self.pause = int(self.thinking / OVERHEAD)  # rounds between two decisions
-        self.copy_rates = Copies()
+        # how often copied tokens are right, by the bits of the length of their match
+        self.copy_rates = [Beta(prior=1 - 0.5**k) for k in range(1 + DEPTH.bit_length())]
         self.balance = STAKE
         self.chosen = Counter()
         # what is known before a round
@@ -58,8 +60,8 @@ class Pace(Wrapper):
         # the choice: the arm that drafts, and what the round costs if it drafts 0, 1, ... tokens
         self.arm = self.nothing
         self.round_costs = [1.0]
-        self.hold = 0           # rounds for which it still holds
-        self.held = 0           # and for which it was to hold
+        self.holds_for = 0      # rounds from now on
+        self.held_for = 0       # rounds, counted when it was made
         # the count of tokens
         self.written = []       # of each row
         self.least = 0          # the fewest of a row that was not finished
@@ -70,14 +72,14 @@ class Pace(Wrapper):
         self.written = [0] * len(state.known)
         self.passes = [self.costs.pass_cost(T, len(state.known)) for T in range(self.most + 3)]
         self.least = 0
-        self.hold = 0
+        self.holds_for = 0
         for rate in (arm.drafter.rule.acceptance for arm in self.arms):
             rate.fade(PRIOR / max(PRIOR, rate.hits + rate.misses))      # another text
 
     def cost(self, arm, g):
         """The cost, in passes, of a round: choose an arm, draft g tokens and verify them."""
-        held = 0 if arm is self.copying else self.pause
-        thinking = self.thinking / (1 + held) * (g > 0)
+        rounds = 1 if arm is self.copying else 1 + self.pause   # that share the time for choosing
+        thinking = self.thinking / rounds * (g > 0)
         return thinking + arm.drafting(self.n, g) + self.passes[1 + g]
 
     def covered(self, cost):
@@ -110,7 +112,7 @@ class Pace(Wrapper):
         """Take the arm that promises most. One that is little known is taken to be good, so that it
         is tried."""
         self.copying.longest = max(map(len, self.copies))
-        alphas = {self.copying: self.copy_rates.chance(self.lookup.matched)}
+        alphas = {self.copying: self.copy_rate()}
         for arm in self.arms:
             alphas[arm] = arm.drafter.rule.acceptance.high()
         promises = {arm: self.promise(arm, alpha) for arm, alpha in alphas.items()}
@@ -122,6 +124,12 @@ class Pace(Wrapper):
             self.take(arm, length)
         else:
             self.take(arm, self.longest(arm))
+
+    def copy_rate(self):
+        """The acceptance rate of what may be copied now, on average over the rows. A long match is
+        right more often than a short one."""
+        rates = [self.copy_rates[m.bit_length()].mean() if m else 0.0 for m in self.lookup.matched]
+        return sum(rates) / len(rates)
 
     def longest(self, arm):
         """The longest draft of an arm: any length that its rule allows, if the rule is asked. The
@@ -149,9 +157,9 @@ class Pace(Wrapper):
         """Choose how this round drafts. A choice that is made again holds longer, for at most
         `pause` rounds, but what may be copied is new in every round."""
         self.copies = [[]] * len(state.known)
-        self.hold -= 1
+        self.holds_for -= 1
         last = self.arm
-        if self.hold >= 0:
+        if self.holds_for >= 0:
             self.take(last, len(self.round_costs) - 1)
             return
         self.lookup.enter(state)
@@ -161,8 +169,8 @@ class Pace(Wrapper):
         self.grown = self.pass_price(self.n) / self.costs.whole
         self.choose()
         same = self.arm is last is not self.copying
-        self.held = min(self.pause, 2 * self.held + 1) * same
-        self.hold = self.held
+        self.held_for = min(self.pause, 2 * self.held_for + 1) * same
+        self.holds_for = self.held_for
 
     def propose(self, state):
         self.decide(state)
@@ -177,7 +185,17 @@ class Pace(Wrapper):
         self.least = least
         for arm in self.arms:
             arm.drafter.observe(state, r)
-        self.copy_rates.learn(self.lookup.matched, self.copies, r.new)   # whichever arm drafted
+        self.learn_copies(r.new)
+
+    def learn_copies(self, new):
+        """Compare what could have been copied with what was written, whichever arm drafted."""
+        for m, copied, row in zip(self.lookup.matched, self.copies, new, strict=True):
+            same = [x == y for x, y in zip(copied, row, strict=False)]
+            if same:
+                right = [*same, False].index(False)
+                rate = self.copy_rates[m.bit_length()]
+                rate.fade(FADE)
+                rate.add(right, right < len(same))
 
     def summary(self):
         """How often each arm drafted, and its present estimates, as one line."""

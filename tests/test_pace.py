@@ -174,9 +174,10 @@ def test_it_changes_to_what_is_better_and_remembers():
 
 def test_what_would_have_been_copied(models):
     """By the length that matched: one token; two and three, 2 of 3 and then 2 of 2."""
-    copied = Pace(models["llama"], [], CHEAP).copy_rates
-    copied.learn([3, 2, 0, 1], [[5, 6, 7], [5, 6], [], [1]], [[5, 6, 9], [5, 6], [3], [2]])
-    one, two = copied.rates[1:3]
+    pace = Pace(models["llama"], [], CHEAP)
+    pace.lookup.matched, pace.copies = [3, 2, 0, 1], [[5, 6, 7], [5, 6], [], [1]]
+    pace.learn_copies([[5, 6, 9], [5, 6], [3], [2]])
+    one, two = pace.copy_rates[1:3]
     assert (one.hits, one.misses, two.hits, two.misses) == (0, 1, 2 * FADE + 2, FADE)
     assert (one.mean(), two.mean()) == (1 / 3, (2 * FADE + 2 + 1.5) / (3 * FADE + 4))
 

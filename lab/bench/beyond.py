@@ -5,7 +5,6 @@ For greedy answers it prints the share of drafted tokens that were accepted, tau
 counting the weights read.
 """
 import copy
-from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -18,13 +17,12 @@ from control import best_gamma, expected_speedup, weight_costs
 from lab import corpus, train, train_heads
 from lab.aside import masks
 from lab.bench.shared import SETS, SHAPES, load, page, prompt_ids, read_prompts, table
-from lab.hamburger import BurgerDraft, Hamburger, score, tune
+from lab.hamburger import BurgerDraft, Hamburger, tune, write
 from lab.sparse import SparseDraft, sparse, step_cost
 from lab.train_heads import OWN
 from lab.transfer import Transfer, riders
 from methods import heads
 from model import Placement
-from sampling import to_probs
 from search import Teacher
 from speculative import rounds
 from support.stats import Counts
@@ -148,18 +146,15 @@ def cooled(model, temperature):
 
 
 def hamburgers(model, tokenizer, prompts, new):
-    """{confidence: what was found} of one HAMburger. Alone it writes another text, and KL says how
-    far off, in nats per token; as a drafter it is exact. It imitates the model at a lower
-    temperature, because at temperature 1 a small one is hardly ever sure."""
-    device = model.tok.device
+    """{confidence: what was found} of one HAMburger. Alone it writes another text, by entries of
+    several tokens; as a drafter it is exact. It imitates the model at a lower temperature, because
+    at temperature 1 a small one is hardly ever sure."""
     costs = weight_costs(model.c)
     cold = cooled(model, COLD)
     burger = Hamburger(cold)
     text = own_text(cold, tokenizer, SIZES.text, SIZES.measured)
-    tune(burger, cold, [text.batch(0, i, BATCH // 2, CONTEXT - 1).long().to(device)
+    tune(burger, cold, [text.batch(0, i, BATCH // 2, CONTEXT - 1).long().to(model.tok.device)
                         for i in range(SIZES.burger)])
-    count = max(1, SIZES.measured // 4 // CONTEXT)  # each takes as many passes as it has entries
-    windows = text.valid[OWN][: count * CONTEXT].view(count, CONTEXT).long().to(device)
     small = sum(costs.sublayers[: 2 * burger.micro.c.n_layers]) + costs.head    # the decoder's
 
     def cost(K):
@@ -167,9 +162,10 @@ def hamburgers(model, tokenizer, prompts, new):
 
     found = {}
     for confidence in CONFIDENCES:
-        kl, tokens = score(burger, cold, windows, confidence)
+        entries = [entry for ids in prompts for entry in write(burger, ids, new, confidence)]
+        tokens = sum(map(len, entries)) / len(entries)
         found[str(confidence)] = {
-            "KL alone": kl, "tokens a step alone": tokens, "speed-up alone": tokens / cost(tokens),
+            "tokens a step alone": tokens, "speed-up alone": tokens / cost(tokens),
             **worth(model, prompts, BurgerDraft(burger, confidence), new, cost)}
     return found
 
@@ -202,24 +198,23 @@ def long_texts(tokenizer, c, count):
 
 
 def sparse_drafts(model, texts, new):
-    """{window: what was found} in the second halves of texts of the same length: alpha with sinks,
-    without, and at temperature 1, the share of the keys and values that is not read at their
-    middle, and tau where greedy text goes on."""
+    """{window: what was found} in the second halves of texts of the same length: alpha with sinks
+    and without, the share of the keys and values that is not read at their middle, and tau where
+    greedy text goes on."""
     half = len(texts[0]) // 2
-    warm = partial(to_probs, temperature=1.0)
-    teachers = {probs: [Teacher(model, ids, probs) for ids in texts] for probs in (to_probs, warm)}
+    teachers = [Teacher(model, ids) for ids in texts]
+
+    def alpha(sinks, window):
+        rates = [sparse_acceptance(t, sinks, window)[half:] for t in teachers]
+        return float(torch.cat(rates).mean())
+
     found = {}
     for window in (w for w in (8, 16, 32, 64, 128) if w < half):
-        def alpha(probs, sinks, window=window):
-            rates = [sparse_acceptance(t, sinks, window)[half:] for t in teachers[probs]]
-            return float(torch.cat(rates).mean())
-
         drafter = SparseDraft(model, GAMMA, SINKS, window)
         drafted = worth(model, [ids[:half] for ids in texts], drafter, min(new, half - 1), float)
-        found[str(window)] = {
-            "alpha": alpha(to_probs, SINKS), "without sinks": alpha(to_probs, 0),
-            "at temperature 1": alpha(warm, SINKS),
-            "not read": 1 - (SINKS + window) / (1.5 * half + 1), "tau": drafted["tau"]}
+        found[str(window)] = {"alpha": alpha(SINKS, window), "without sinks": alpha(0, window),
+                              "not read": 1 - (SINKS + window) / (1.5 * half + 1),
+                              "tau": drafted["tau"]}
     return found
 
 

@@ -83,23 +83,18 @@ def test_text_is_drawn_from_the_model(folder):
     assert all(model(torch.tensor([t])).argmax(-1)[0, 4:-1].tolist() == t[5:] for t in texts)
 
 
-def test_a_chat_model_answers_prompts_and_its_own_questions(folder, tmp_path, monkeypatch):
+def test_a_chat_model_answers_prompts(folder, tmp_path):
     """Each of them once before any of them again, in the template's words."""
     (tmp_path / "some.jsonl").write_text('{"prompt": "Lily saw"}\n{"prompt": "Tom took"}\n')
     folder = shutil.copytree(folder, tmp_path / "chat")
     (folder / "chat_template.jinja").write_text("Then {{ messages[0].content }} the")
-    flags = ["--prompts", str(tmp_path / "some.jsonl"), "--ask", "1"]
+    flags = ["--prompts", str(tmp_path / "some.jsonl")]
     a = train_heads.parse(line("medusa", folder, tmp_path / "out", *flags, text=900))
-    model, tokenizer = checkpoint.load(folder, "cpu", torch.float32)
-    (asked,) = train_heads.questions(folder, model, tokenizer, 1, 0)
     written = train_heads.fresh_run(a, torch.device("cpu"), None).text
-    text = "".join(tokenizer.decode(part["own text"].tolist())
+    text = "".join(written.tokenizer.decode(part["own text"].tolist())
                    for part in (written.train, written.valid))
-    times = [text.count(f"Then {prompt} the") for prompt in ("Lily saw", "Tom took", asked)]
-    assert asked and min(times) >= 10 and max(times) - min(times) <= 1
-    monkeypatch.setattr(train_heads, "LONGEST", 1)
-    with pytest.raises(ValueError, match="its model ends none of 32 questions"):
-        train_heads.questions(folder, model, tokenizer, 1, 0)
+    one, two = (text.count(f"Then {prompt} the") for prompt in ("Lily saw", "Tom took"))
+    assert min(one, two) >= 10 and abs(one - two) <= 1
 
 
 def test_the_loss_is_the_kl_divergence_from_the_model():

@@ -280,10 +280,10 @@ def test_a_port_that_prints_for_ever_is_stopped(call, monkeypatch):
 @pytest.mark.parametrize("last, words", [
     ("wait", "stopped after 1.0 seconds"), ("exit 0", "0 of 1 cases"), ("exit 3", "status 3")])
 def test_what_a_port_has_started_ends_with_it(call, tmp_path, last, words):
-    """The child holds the only writing end of a pipe, whose end comes once the child has ended."""
+    """The child inherits the writing end of a pipe, whose end comes once the child has ended."""
     os.mkfifo(tmp_path / "alive")
     pipe = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
-    (tmp_path / "port.sh").write_text(f"sleep 100 > {tmp_path / 'alive'} &\n{last}\n")
+    (tmp_path / "port.sh").write_text(f"exec 3> {tmp_path / 'alive'}\nsleep 100 &\n{last}\n")
     status, out, _ = call("--seconds", 1, "--case", 301, "sh", tmp_path / "port.sh")
     assert status == 1 and words in out
     assert select.select([pipe], [], [], 30)[0] and os.read(pipe, 1) == b""
