@@ -27,7 +27,7 @@ test-lab: $(VENV)/dev
 test-all: lint test test-course test-lab mistakes exercises smollm
 	$(PY) -m pytest -n auto --dist worksteal notebooks/tests
 
-# What only a GPU can show, in eight minutes; and the same without one, as a rehearsal: see docs/gpu.md.
+# What only a GPU can show, in ten minutes; and the same without one, as a rehearsal: see docs/gpu.md.
 gpu-proof: $(VENV)/dev
 	$(PY) -m lab.proof --smollm runs/smollm
 

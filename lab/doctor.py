@@ -20,7 +20,6 @@ from support import cli
 TITLES = r"(?:per-position acceptance rate:|acceptance rate per position =|acc rate/pos =)"
 RATES = re.compile(TITLES + r"\s*\(?((?:[\d.]+[,\s]*)+)", re.I)
 MEAN = re.compile(r"mean (?:acceptance length|acc len)\s*[:=]\s*([\d.]+)", re.I)
-LONGEST = 16    # the longest draft that the break-even point is looked for with
 
 
 # --- reading
@@ -81,17 +80,6 @@ def best(alpha, cost, pass_cost):
     return K, gains[K]
 
 
-def break_even(cost, pass_cost):
-    """The smallest alpha in hundredths, the same at each position, with which some draft gains;
-    None if not even 1 does.
-
-    >>> break_even(0.2, lambda T: 1.1)          # one token: 1 + alpha > 0.2 + 1.1
-    0.31
-    """
-    return next((i / 100 for i in range(101)
-                 if best([i / 100] * LONGEST, cost, pass_cost)[1] > 1), None)
-
-
 def halved(alpha, cost, pass_cost):
     """{what limits the gain: the best speed-up with half of it}. Half as many rejections, half the
     price of a drafted token, and half of what a block costs more than a single token."""
@@ -128,11 +116,6 @@ def report(rates, cost, pass_cost):
         lines.append("Best K: 0. At these costs no draft gains.")
     if K and K == len(rates):
         lines.append(f"Longer drafts than {K} were not measured and may be better.")
-    even = break_even(cost, pass_cost)
-    if even is None:
-        lines.append("No alpha breaks even: the passes cost too much.")
-    else:
-        lines.append(f"Break-even: drafting gains from an alpha of {even:.2f} on.")
     told = "; ".join(f"{WORDS[name]} {gain:.2f}"
                      for name, gain in halved(alpha, cost, pass_cost).items())
     lines.append(f"The limit is {limit(alpha, cost, pass_cost)}. The best speed-up would be with "

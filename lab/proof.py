@@ -38,7 +38,7 @@ from machine.exact import Exact
 from machine.kept import hardware
 from machine.quant import KINDS, Int4, quantise, unpack_nibbles
 from machine.recorded import Recorded
-from machine.tapes import Graph, JoinedGraph, Tape
+from machine.tapes import Graph, JoinedGraph, Program, Tape
 from machine.tolerance import distance
 from speculative import rounds
 from support import cli, generate
@@ -197,6 +197,8 @@ def shape(a, page, name, c, read):
 
     ways = {"": lambda: stand_in((1,)), ", kernels not joined": lambda: stand_in((1,), Graph),
             ", passes of 8": lambda: stand_in((8,)), ", exact": lambda: Exact(stand_in((8,)))}
+    if L <= 16:     # a program of more takes too long to compile here
+        ways[", one program"] = lambda: stand_in((1,), Program)
     page.row(f"{name}, plain, eager", lambda: speed(eager))
     for words, make in ways.items():
         page.row(f"{name}, plain, recorded{words}", lambda make=make: recorded(make()))
@@ -314,13 +316,13 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "tests": Part(100, tests, "what runs on a CPU gives the same on CUDA"),
+    "tests": Part(140, tests, "what runs on a CPU gives the same on CUDA"),
     "waits": Part(60, waits, "one wait per round, and one per drafted token where a rule may stop"),
     "exact": Part(90, exact, "with --exact, a text is the same to the bit with every draft"),
     "shapes": Part(170, shapes, "how near to its memory's speed decoding comes; what blocks and "
                    "drafts cost"),
     "few_bits": Part(40, few_bits, "what a draft of four bits would cost by torch's own product"),
-    "models": Part(90, models, "what each draft gains on real weights"),
+    "models": Part(150, models, "what each draft gains on real weights"),
 }
 
 

@@ -119,6 +119,13 @@ class Piece(NamedTuple):
             states[i] = x
         return torch.stack([*(states[i] for i in self.traced), x])
 
+    def whole(self, program, model, x, *tensors):
+        """The same by `program`, a compiled `Piece.__call__`."""
+        cos, sin, *caches = tensors[1 if self.chain else 3 :]
+        any_length(0, cos, sin)
+        any_length(2, *caches)
+        return program(self, model, x, *tensors)
+
 
 # --- for CUDA graphs: fewer kernels
 

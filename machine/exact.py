@@ -14,6 +14,7 @@ import torch
 from machine.blocks import pad, widen
 from machine.few import FewRows
 from machine.recorded import Recorded
+from machine.tapes import JoinedGraph
 from model import Placement, StandIn
 
 ROWS = 8    # of every pass
@@ -99,5 +100,6 @@ def exactly(model, recorded=True):
     if rows.replays():
         return rows
     if recorded and model.tok.is_cuda:
-        return Exact(Recorded(model, widths=(ROWS,)))
+        # a program of several sub-layers rounds differently where a pass goes on after an exit
+        return Exact(Recorded(model, JoinedGraph, widths=(ROWS,)))
     return Exact(model)

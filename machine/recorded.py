@@ -14,7 +14,7 @@ import torch
 
 import files
 from machine.blocks import Piece, pad, widen
-from machine.tapes import Home, JoinedGraph
+from machine.tapes import Home, Program
 from machine.tolerance import distance, tolerance
 from model import StandIn, Transformer
 
@@ -32,13 +32,13 @@ class Recorded(StandIn):
     """Stands in for a Transformer that is not being trained. Passes over blocks of at most
     widths[-1] tokens, trees included, are replayed from recordings. All others run eagerly.
 
-    `tape` is the class that records, by default CUDA graphs of joined kernels. A block is padded to
-    the next of `widths` with dead tokens, whose keys go to the spare slots of a cache. `say` is
+    `tape` is the class that records, by default CUDA graphs of compiled programs. A block is padded
+    to the next of `widths` with dead tokens, whose keys go to the spare slots of a cache. `say` is
     called with a line about what fails, and prints it by default. Do not move, cast or train the
     model later.
     """
 
-    def __init__(self, model, tape=JoinedGraph, widths=(1, 8), say=None, lead=None):
+    def __init__(self, model, tape=Program, widths=(1, 8), say=None, lead=None):
         super().__init__(model)
         self.tape = tape
         self.widths = widths
@@ -147,22 +147,14 @@ class Recorded(StandIn):
     def record(self, tapes, key, f, inputs, fixed):
         """Keep a recording of f, if it agrees with f on these inputs."""
         sublayers = key.piece.sublayers if key.piece else ()
-        what = f"{len(sublayers)} sub-layers" if key.piece else "the head"
-        name = f"{what}, batch {key.rows}, blocks of {key.width}"
         want = f(self.model, *inputs, *fixed)
         kept = [t.clone() for t in fixed]
         try:
             tape = self.tape(f, self.model, inputs, fixed)
             got = tape(inputs)
         except Exception as e:  # whatever a compiler raises, the pass itself can run eagerly
-            why = f"because of {type(e).__name__}: {e}".split("\n")[0]
-            if self.tape.plainer:
-                self.say(f"recorded with more kernels, {why}")
-                self.tape = self.tape.plainer
-                return self.record(tapes, key, f, inputs, fixed)
-            self.say(f"{name}: not recorded, {why}")
-            self.failed[key] = TRIES
-            return
+            why = f"{type(e).__name__}: {e}".split("\n")[0]
+            return self.give_up(tapes, key, f, inputs, fixed, f"because of {why}")
         pairs = zip([got, *fixed[2:]], [want, *kept[2:]], strict=True)
         off = [distance(a, b) for a, b in pairs]
         most = tolerance(want.dtype, len(sublayers))
@@ -173,5 +165,17 @@ class Recorded(StandIn):
             t.copy_(before)
         self.failed[key] += 1   # the next input will tell whether this one was odd
         if self.failed[key] == TRIES:
-            self.say(f"{name}: recording dropped, because it is off by {max(off):.2g} of the "
-                     "eager pass")
+            why = f"because it is off by {max(off):.2g} of the eager pass"
+            self.give_up(tapes, key, f, inputs, fixed, why)
+
+    def give_up(self, tapes, key, f, inputs, fixed, why):
+        """Record this pass and all that follow in a plainer way. If there is none, it stays
+        eager."""
+        if self.tape.plainer:
+            self.say(f"recorded with more kernels, {why}")
+            self.tape = self.tape.plainer
+            self.failed[key] = 0
+            return self.record(tapes, key, f, inputs, fixed)
+        what = f"{len(key.piece.sublayers)} sub-layers" if key.piece else "the head"
+        self.say(f"{what}, batch {key.rows}, blocks of {key.width}: not recorded, {why}")
+        self.failed[key] = TRIES

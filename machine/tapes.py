@@ -2,12 +2,15 @@
 caches whose addresses a graph holds.
 """
 import math
+import time
 from functools import partial
 from weakref import WeakSet, ref
 
 import torch
 
 from machine.blocks import Piece, compiled, single
+
+PATIENCE = 60   # seconds that a process may compile whole passes
 
 
 class Tape:
@@ -71,6 +74,24 @@ class JoinedGraph(Graph):
         if isinstance(f, Piece):
             return partial(f.joined, compiled(single), model)
         return super().prepare(f, model)
+
+
+class Program(JoinedGraph):
+    """A graph of one compiled program for the whole pass, whose kernels are joined even across
+    sub-layers, so that it rounds like no other pass. Every sub-layer takes a second or so to
+    compile. Once the patience is at an end, kernels are joined within each sub-layer only."""
+    plainer = JoinedGraph
+    spent = 0.0     # seconds, in this process
+
+    def prepare(self, f, model):
+        if isinstance(f, Piece) and Program.spent < PATIENCE:
+            return partial(f.whole, compiled(Piece.__call__), model)
+        return super().prepare(f, model)
+
+    def record(self):
+        start = time.monotonic()
+        super().record()
+        Program.spent += time.monotonic() - start
 
 
 class Home:

@@ -205,6 +205,8 @@ def chi_squared(counts, chances):
 
     >>> round(chi_squared([60, 40], [0.5, 0.5]), 1)
     1.7
+    >>> chi_squared([9, 1], [1.0, 0.0])     # a text that p never writes is one too many
+    inf
     """
     total = sum(counts)
     possible = [(c, x * total) for c, x in zip(counts, chances, strict=True) if x > 0]

@@ -65,7 +65,9 @@ class Plan:
     def short(self, model):
         """A model, or with --draft-vocab a ShortHead around it."""
         vocab = self.options.draft_vocab
-        return ShortHead(model, read_vocab(vocab, model.c.vocab_size)) if vocab else model
+        if vocab is None:
+            return model
+        return ShortHead(model, read_vocab(vocab, model.c.vocab_size))
 
 
 # --- the sources, each of which takes a Plan and returns its `build`
@@ -182,12 +184,16 @@ def auto(plan):
     # other costs a draft also spends other random numbers, so the same seed writes another text
     large = size(model.blocks) >= MEASURED or model.tok.is_cuda  # a GPU waits not only for bytes
     measured = alone and large and (options.fast or options.temperature == 0)
-    costs = kept_costs(model) if measured else byte_costs(model)
-    plan.where = f", with costs {'as measured here' if measured else 'counted in weights'}"
     rough = None
-    if measured and rows.multiplies(model):
-        twin = model.alongside(quantise(model, "int4", head="int4", rounds=True))
-        rough = twin, measure_step(model, twin)
+    if measured:
+        costs = kept_costs(model)
+        plan.where = ", with costs as measured here"
+        if rows.multiplies(model):
+            twin = model.alongside(quantise(model, "int4", head="int4", rounds=True))
+            rough = twin, measure_step(model, twin)
+    else:
+        costs = byte_costs(model)
+        plan.where = ", with costs counted in weights"
     small = None
     if options.draft_model is not None:
         other = fit(load_small(plan, options.draft_model), model)
@@ -205,7 +211,9 @@ def auto(plan):
         table = measure_arms(model, arms(), costs)
 
     def build(most):
-        known = [priced(arm, table[arm.name]) if table else arm for arm in arms()]
+        known = arms()
+        if table:
+            known = [priced(arm, table[arm.name]) for arm in known]
         return Pace(model, known, costs, most)
 
     plan.parts = lambda: [arm.alone(min(2, arm.longest)) for arm in arms()]

@@ -234,7 +234,9 @@ def run(options):
     if options.fast:
         without = [None] if options.compare else []
         writer.rehearse(lambda: [plan.make(), *plan.parts(), *without])
-    player = page.Player(tokenizer, prompts[0], options.seed) if options.page else None
+    player = None
+    if options.page:
+        player = page.Player(tokenizer, prompts[0], options.seed)
     seen = writer.watch(stats.Timed(plan.make()), player)
     r = report.of_run(options, model, plan, list(texts.values()), seen)
     try:

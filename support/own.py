@@ -182,8 +182,9 @@ def read_only(state, with_cache):
 
 def wrong_length(gammas, state):
     B = len(state.known)
-    numbers = gammas if isinstance(gammas, list) else [gammas] * B
-    if len(numbers) != B or not all(isinstance(gamma, int) for gamma in numbers):
+    whole = isinstance(gammas, int)
+    some = isinstance(gammas, list) and [isinstance(gamma, int) for gamma in gammas] == [True] * B
+    if not whole and not some:
         return (f"how_far must return a whole number, or a list of one for each row (B = {B}), not "
                 f"{gammas!r}")
     return None
@@ -207,7 +208,9 @@ def wrong_draft(draft, state):
         return (f"Draft.tokens must be (B, K) int64 ids from 0 to {V - 1} with B = {B}, as "
                 f"`state.send` makes them of lists, not {in_words(tokens)}")
     K = tokens.shape[1]
-    length = torch.full_like(state.n, K) if draft.length is None else draft.length
+    length = draft.length
+    if length is None:
+        length = torch.full_like(state.n, K)
     if not are_numbers(length, state, (B,), K):
         return (f"Draft.length must be (B,) int64 numbers from 0 to K = {K} with B = {B}, not "
                 f"{in_words(length)}")

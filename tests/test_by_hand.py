@@ -63,7 +63,9 @@ def slow_probs(logits, temperature, top_k=None, top_p=None, min_p=None):
     """By its definition, token by token."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: top_k if temperature else 1]
     p = [math.exp((logits[i] - max(logits)) / (temperature or 1)) for i in order]
-    p, total, kept = [x / sum(p) for x in p], 0.0, {}
+    p = [x / sum(p) for x in p]
+    total = 0.0
+    kept = {}
     for i, x in zip(order, p, strict=True):
         if x / p[0] >= (min_p or 0) and (top_p is None or total < top_p - 1e-12):
             kept[i] = x
@@ -379,7 +381,8 @@ def some_attention(name="two rows", dtype=torch.float64, **fields):
     B, T, H, Hkv, own = SHAPES[name]
     c = replace(GEMMA, dim=8, n_heads=H, n_kv_heads=Hkv, head_dim=4, query_scale=0.7,
                 attn_softcap=1.5, **fields)
-    a, made = Attention(c).double().requires_grad_(False), torch.Generator().manual_seed(1)
+    a = Attention(c).double().requires_grad_(False)
+    made = torch.Generator().manual_seed(1)
 
     def normal(*shape):
         return torch.randn(*shape, generator=made, dtype=torch.float64)

@@ -36,8 +36,9 @@ def mostly_sure(V=300, unsure=(0, 3, 8)):
     p = torch.eye(V, dtype=torch.float64)[[*range(1, V), 0, 0]]
     q = p.clone()
     for t in unsure:
-        p[t], q[t] = 0, 0
-        p[t, [t + 1, t + 50, 299]], q[t, [t + 1, t + 50]] = wide([0.5, 0.3, 0.2]), wide([0.8, 0.2])
+        p[t] = q[t] = 0
+        p[t, [t + 1, t + 50, 299]] = wide([0.5, 0.3, 0.2])
+        q[t, [t + 1, t + 50]] = wide([0.8, 0.2])
     return Tables(p, q)
 
 
@@ -170,7 +171,8 @@ def test_verify_drawn_drafts(K, length, record_property):
         (token,), q, way = planted(coins, [0], SMALL)
         return one_row(after(way, P), q, [token], [0], coins, None)[0] > 0
 
-    kept, most = law(keeps).get(True, 0.0), float(torch.minimum(P[-1], Q[-1]).sum())
+    kept = law(keeps).get(True, 0.0)
+    most = float(torch.minimum(P[-1], Q[-1]).sum())
     if kept < most - 1e-9:
         record_property("remark", "right, but it gains less than it could: it accepts "
                         f"{kept:.0%} of single drafts, where min(1, p/q) accepts {most:.0%}, the "

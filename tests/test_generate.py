@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import sys
 import threading
 from pathlib import Path
@@ -148,7 +149,8 @@ def test_a_prompt_that_stands_in_a_batch_four_times_gives_four_exact_samples(cal
 def test_compare_judges_the_printed_text(call, once, monkeypatch, near):
     """Its token 5 is made wrong here. Only a near-tie explains a difference, and with --exact
     nothing does."""
-    honest, runs = generate.rounds, []
+    honest = generate.rounds
+    runs = []
 
     def crooked(*args):
         runs.append(0)
@@ -169,7 +171,8 @@ def test_compare_judges_the_printed_text(call, once, monkeypatch, near):
     d = r["first_divergence"]
     assert (d["output"], d["position"], d["near_tie"]) == (0, 5, near)
     assert r["outputs"][0]["ids"][5] == r["baseline"]["ids"][0][5] + 1
-    one, both = report.verdict(r), report.verdict(r | {"outputs": 2 * r["outputs"]})
+    one = report.verdict(r)
+    both = report.verdict(r | {"outputs": 2 * r["outputs"]})
     assert ("near-tie was decided" in one) == near == ("NOT identical" not in one)
     assert "5 equal tokens of output 0" in both and "of output" not in one
     assert "sampled texts may differ" in report.verdict(r | {"identical": None})
@@ -192,7 +195,8 @@ def test_seed_repeats_a_sampled_run(call):
 
 def test_batches_and_messages_that_name_their_lines(call, tmp_path):
     """From a file, and from a pipe."""
-    texts, lines = ["Once upon a time", "User: hello", "x"], tmp_path / "b.txt"
+    texts = ["Once upon a time", "User: hello", "x"]
+    lines = tmp_path / "b.txt"
     lines.write_text("\n".join(texts))
     common = ["--max-new", "9", "--dtype", "float32", "--device", "cpu"]
     alone = [json.loads(call(text, "--json", *common)[1])["outputs"][0] for text in texts]
@@ -241,7 +245,7 @@ def test_standard_input(call, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("argv, culprit", [
     ("", "prompt"), ("x --prompt-file y", "prompt"), ("--prompt-file no.txt", "no.txt"),
-    ("x --chat", "chat template"), ("word " * 600, "the prompt has 602 tokens"),
+    ("x --chat", "chat template"), (f"'{'word ' * 600}'", "the prompt has 602 tokens"),
     ("x --picture run.png", "run.png"), ("x --page run.png", "run.png"),
     ("x --page a.html --draft eagle --tree 3", "--page"),
     ("x --page x.html --exact", "--exact does not go with --page"),
@@ -262,8 +266,7 @@ def test_standard_input(call, monkeypatch, tmp_path):
     (f"x --model {SMALL} --draft medusa", "lab.train_heads medusa"),
     ("x --device abacus", "abacus")], ids=lambda x: x[-40:])
 def test_bad_input_is_one_line(call, argv, culprit, tmp_path):
-    argv = [argv] if argv.startswith("word") else argv.split()
-    call.refuses(argv, tmp_path, culprit)
+    call.refuses(shlex.split(argv), tmp_path, culprit)
 
 
 @pytest.mark.parametrize("argv, culprit", [

@@ -15,10 +15,11 @@ from tiny import FAMILIES, LIVELY, LLAMA, PROMPTS, Says, Unsure, a_tree, each_fa
 from drafter import ModelDraft, NGram
 from kvcache import KVCache, prefill
 from layerskip import SelfDraft, without
+from machine import tapes
 from machine.blocks import Piece, single
 from machine.recorded import Recorded
-from machine.tapes import Graph, JoinedGraph, Tape
-from model import Placement
+from machine.tapes import Graph, JoinedGraph, Program, Tape
+from model import Placement, Transformer
 from sampling import Coins, to_probs
 from speculative import generate, rounds
 
@@ -262,6 +263,7 @@ def test_joined_blocks_are_the_blocks(family):
         return graph.forward
 
     compiled = torch.compile(single, backend=compiler)
+    program = torch.compile(Piece.__call__, backend="eager")
     first = torch.tensor([[5], [7]])
     for width, end in (1, 24), (1, 19), (4, 24), (4, 19), (7, 19):
         angles = [t[:end] for t in m.angles(end)]
@@ -269,14 +271,15 @@ def test_joined_blocks_are_the_blocks(family):
         for sublayers in range(12), [0, 1, 2, 3, 5, 6, 8, 9, 10, 11]:
             piece = Piece(tuple(sublayers), (3, 8), True)
             texts = []
-            for run in piece, partial(piece.joined, compiled):
+            whole = partial(piece.whole, program) if (width, end) == (4, 19) else piece
+            for run in piece, partial(piece.joined, compiled), whole:
                 torch.manual_seed(width)
                 cache = KVCache(m.c, 2, 32, torch.float64)
                 cache.k.normal_(), cache.v.normal_()
                 fixed = [t for i in sublayers if i % 2 == 0 for t in cache.layers[i // 2]]
                 texts.append((run(m, x, first, *angles, *fixed), cache.k, cache.v))
-            for one, joined in zip(*texts, strict=True):
-                assert (joined - one).abs().max() < 1e-9
+            for one, joined, whole in zip(*texts, strict=True):
+                assert (joined - one).abs().max() < 1e-9 and (whole - one).abs().max() < 1e-9
     kinds = 2       # attentions and MLPs
     assert len(count) <= 2 * kinds, "for single tokens, and for all other widths and lengths"
 
@@ -295,7 +298,35 @@ def test_what_cannot_be_compiled_is_recorded_as_it_is(models):
         assert generate(fast, PROMPTS[:1], 9) == generate(m, PROMPTS[:1], 9)
     assert fast.replays() and fast.alongside(m).tape is Tape
     assert said == ["recorded with more kernels, because of RuntimeError: no compiler"]
-    assert JoinedGraph.plainer is Graph
+    assert JoinedGraph.plainer is Graph and Program.plainer is JoinedGraph
+
+
+def test_whole_passes_are_compiled_within_a_minute(models, monkeypatch):
+    """A simulated program takes 25 seconds to compile. The fourth pass has joined kernels."""
+    monkeypatch.setattr(Program, "spent", 0.0)
+    clock = iter(range(0, 1000, 25))
+    monkeypatch.setattr(tapes.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(Graph, "record", lambda tape: None)
+    m = models["llama"].model
+    piece = Piece(tuple(range(12)), (), True)
+    ways = [Program(piece, m, [], []).f.func.__name__ for _ in range(4)]
+    assert ways == ["whole"] * 3 + ["joined"]
+    assert Program(Transformer.unembed, m, [], []).f.func is Transformer.unembed
+
+
+def test_what_is_off_is_recorded_in_a_plainer_way(models):
+    class Off(Tape):
+        plainer = Tape
+
+        def replay(self):
+            super().replay()
+            self.output += 1
+
+    m, said = models["llama"].model, []
+    fast = on_paper(m, tape=Off, say=said.append)
+    for _ in range(3):
+        assert generate(fast, PROMPTS[:1], 9) == generate(m, PROMPTS[:1], 9)
+    assert fast.replays() and len(said) == 1 and "more kernels, because it is off by" in said[0]
 
 
 def test_replays_wait_for_nothing(truth):

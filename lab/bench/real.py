@@ -104,7 +104,7 @@ def named(names, words):
     for word in words or ():
         if not any(word in name for name in names):
             raise ValueError(f"--only {word!r}: no way to draft has that in its name; here are "
-                             f"{', '.join(names)}")
+                             f"{'; '.join(names)}")
     return [name for name in names
             if not words or name == "plain" or any(word in name for word in words)]
 

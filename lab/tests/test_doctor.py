@@ -22,20 +22,18 @@ def test_a_long_draft_of_dflash(call):
     assert "Best K: 2. It brings 1.985 of the 2.370 tokens per round that K 15 brings" in out
 
 
-def test_the_limit_and_the_break_even_point(call):
+def test_the_limit(call):
     """A line of llama.cpp, read with different costs."""
     status, out, _ = call(LLAMA_CPP)
     assert status == 0 and "The limit is alpha." in out and "Longer drafts than 3" in out
     assert "The limit is c." in call(LLAMA_CPP, "--cost", 0.9)[1]
     out = call(LLAMA_CPP, "--passes", *"1:8.47 2:13.49 3:15.64 5:20.67 8:28.13".split())[1]
-    # with two drafted tokens: 1 + a + a ** 2 > 15.64 / 8.47
-    assert "The limit is v." in out and "an alpha of 0.55 on" in out
-    out = call(LLAMA_CPP, "--cost", 2)[1]
-    assert "Best K: 0." in out and "No alpha breaks even" in out
+    assert "The limit is v." in out
+    assert "Best K: 0." in call(LLAMA_CPP, "--cost", 2)[1]
 
 
 def test_the_worked_examples():
-    assert doctest.testmod(doctor) == (0, 2)
+    assert doctest.testmod(doctor) == (0, 1)
 
 
 def test_what_is_no_line_is_refused(call, tmp_path):
