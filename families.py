@@ -88,13 +88,6 @@ class Settings(dict):
             self.check("low_freq_factor", found["low_freq_factor"] < found["high_freq_factor"])
         return found
 
-    def bos(self):
-        """The begin-of-text id, or None."""
-        bos = self["bos_token_id"]
-        known = type(bos) is int and 0 <= bos < self["vocab_size"]
-        self.check("bos_token_id", bos is None or known)
-        return bos
-
 
 # --- one function per family: from Settings to fields of Config
 
@@ -172,12 +165,14 @@ def read_config(folder):
         s["head_dim"] = s["head_dim"] or s["hidden_size"] // s["num_attention_heads"]
         fields = {field: s.number(key) for field, key in NUMBERS.items()}
         s.check("head_dim", s["head_dim"] % 2 == 0)     # the rotation turns pairs
+        bos = s["bos_token_id"]
+        s.check("bos_token_id", bos is None or type(bos) is int and 0 <= bos < s["vocab_size"])
         return Config(
             **fields,
             **FAMILIES[family](s),
             rope_scaling=s.scaling(),
             tied=bool(s["tie_word_embeddings"]),
-            bos=s.bos(),
+            bos=bos,
             eos=eos)
 
 
@@ -186,15 +181,12 @@ def read_eos(folder, given):
     Otherwise config.json does, which is `given`."""
     path = folder / "generation_config.json"
     settings = read_json(path) if path.is_file() else {}
-    if "eos_token_id" not in settings:
-        path = folder / "config.json"
-        settings = given
-    eos = settings.get("eos_token_id")
+    eos = (given | settings).get("eos_token_id")
     if eos is None:
         return ()
     eos = tuple(eos) if isinstance(eos, list) else (eos,)
     if not all(type(t) is int for t in eos):
-        raise ValueError(f"{path}: eos_token_id must be a token id or a list of them, "
+        raise ValueError(f"{folder}: eos_token_id must be a token id or a list of them, "
                          f"got {list(eos)}")
     return eos
 

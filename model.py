@@ -383,12 +383,12 @@ class StandIn:
     """Takes the place of a model. A subclass does some things in another way, and the model answers
     everything else."""
 
+    model = None    # trap: without it copy.copy, which asks before it is set, would never end
+
     def __init__(self, model):
         self.model = model
 
     def __getattr__(self, name):
-        if name == "model":     # trap: copy.copy looks it up before it is set: endless recursion
-            raise AttributeError(name)
         return getattr(self.model, name)
 
 

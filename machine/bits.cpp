@@ -2,7 +2,7 @@
 //
 // The weights of a target become floats, and sums stay as exact as those of any matrix. A draft may
 // also round x, to int8 with a scale for each 64 numbers. Then whole numbers are multiplied, four
-// pairs in one instruction, and a product costs what its bytes cost: half in int8, a third in int4.
+// pairs in one instruction, and a product takes as long as reading its bytes: half in int8, a third in int4.
 #include <math.h>
 #include "rows.cpp"
 

@@ -103,8 +103,8 @@ class Piece(NamedTuple):
         return torch.stack([*trace.values(), y])
 
     def joined(self, compiled, model, x, *tensors):
-        """The same with each sub-layer by `compiled`, a compiled `single`, whose small kernels
-        Inductor joins."""
+        """Like `__call__`, but each sub-layer runs through `compiled`, a compiled `single`, whose
+        small kernels Inductor joins."""
         at, masks, table, cache = self.unpack(model, x.shape[1], tensors)
         states = {}
         for i in self.sublayers:
@@ -120,7 +120,7 @@ class Piece(NamedTuple):
         return torch.stack([*(states[i] for i in self.traced), x])
 
     def whole(self, program, model, x, *tensors):
-        """The same by `program`, a compiled `Piece.__call__`."""
+        """Like `__call__`, which is compiled as `program`."""
         cos, sin, *caches = tensors[1 if self.chain else 3 :]
         any_length(0, cos, sin)
         any_length(2, *caches)

@@ -68,7 +68,7 @@ class Exact(StandIn):
 
 
 class ExactRows(FewRows):
-    """The same where the loops of machine/rows.cpp run, which then compute all passes."""
+    """Exact passes by the loops of machine/rows.cpp, which then compute every pass."""
     many = True
 
     def run(self, x, at, cache=None, sublayers=None, trace=None):
@@ -96,9 +96,9 @@ def fast(model):
 
 def exactly(model, recorded=True):
     """The model in exact passes, which are recorded on a GPU if `recorded` is true."""
-    rows = ExactRows(model)
-    if rows.replays():
-        return rows
+    stand_in = ExactRows(model)
+    if stand_in.replays():
+        return stand_in
     if recorded and model.tok.is_cuda:
         # a program of several sub-layers rounds differently where a pass goes on after an exit
         return Exact(Recorded(model, JoinedGraph, widths=(ROWS,)))

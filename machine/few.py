@@ -1,9 +1,9 @@
 """A stand-in for the model, which computes a pass over few rows on a CPU in one call.
 
 A pass of a small model is hundreds of tiny operations, and starting them takes longer than
-computing them. `pass.cpp` has all of them as loops. So a block of up to `FEW` tokens costs what its
-bytes cost, and a row of logits has the same bits in every block. Longer blocks, such as prompts, go
-to PyTorch, where products of many rows are faster.
+computing them. `pass.cpp` has all of them as loops. So a block of a few tokens takes as long as
+reading the weights once, and a row of logits has the same bits in every block. Blocks of more than
+`FEW` tokens, such as prompts, go to PyTorch, where products of many rows are faster.
 """
 from ctypes import byref, c_long
 from functools import cache
@@ -14,10 +14,10 @@ from torch import nn
 import files
 from kvcache import KVCache
 from machine import rows
-from machine.quant import Looped, Matrix, Whole
+from machine.quant import Matrix, Whole
 from machine.rows import FEW, FLOATS, Block, Model, Pass, Weight, describe
 from machine.tolerance import distance, tolerance
-from model import Placement, StandIn, put, visible
+from model import Placement, StandIn, visible
 
 WIDE = 512      # numbers of a head that a pass has room for
 NORMS = "attn_norm", "attn_post", "mlp_norm", "mlp_post", "attn.q_norm", "attn.k_norm"
@@ -32,13 +32,13 @@ class FewRows(StandIn):
     def __init__(self, model):
         super().__init__(model)
         self.kept = []      # what the structs point to
-        self.lib = rows.library()
-        self.shape = None   # the Model, if it can be computed in C++
+        self.struct = None  # the Model, if it can be computed in C++
         self.output = None  # its head
-        c = self.c
-        if self.lib and self.tok.dtype in FLOATS and not self.tok.is_cuda and c.head_dim <= WIDE:
+        fits = self.tok.dtype in FLOATS and not self.tok.is_cuda and self.c.head_dim <= WIDE
+        self.lib = rows.library() if fits else None     # compiled the first time
+        if self.lib:
             self.describe()
-        if self.shape:
+        if self.struct:
             self.check()
 
     def describe(self):
@@ -47,11 +47,8 @@ class FewRows(StandIn):
         blocks = [self.block(i) for i in range(c.n_layers)]
         if None in blocks:
             return
-        for name, w in list(self.model.named_parameters(recurse=False)):    # a head's own
-            if w.dim() == 2 and w is not self.tok and w is not self.model.head:
-                put(self.model, name, Looped(w.detach()))
         hidden = max(block.gate_up.n // 2 for block in blocks)
-        self.shape = Model(
+        self.struct = Model(
             (Block * len(blocks))(*blocks), c.dim, c.n_heads, c.n_kv_heads, c.head_dim, hidden,
             c.act == "gelu", c.norm_eps, self.blocks[0].attn.scale, c.attn_softcap or 0.0)
         self.output = describe(self.tok if self.model.head is None else self.model.head)
@@ -71,7 +68,7 @@ class FewRows(StandIn):
         # trap: where x is rounded, a last bit can move a number to its neighbour
         rough = any(isinstance(part, Whole) and part.rounds for part in self.model.modules())
         if not off <= tolerance(torch.bfloat16 if rough else x.dtype, len(subs)):
-            self.shape = None
+            self.struct = None
             self.output = None
             files.note("rows", f"passes stay eager, because those of pass.cpp are off by {off:.2g}")
 
@@ -109,7 +106,7 @@ class FewRows(StandIn):
     def run(self, x, at, cache=None, sublayers=None, trace=None):
         """`Transformer.run`."""
         B, T, dim = x.shape
-        if self.shape is None or cache is None or not self.takes(B * T):
+        if self.struct is None or cache is None or not self.takes(B * T):
             return self.model.run(x, at, cache, sublayers, trace)
         if sublayers is None:
             sublayers = range(2 * self.c.n_layers)
@@ -133,7 +130,7 @@ class FewRows(StandIn):
             positions.data_ptr(), slots.data_ptr(), masks.data_ptr() if masks is not None else None,
             cos.data_ptr(), sin.data_ptr(), cache.k.data_ptr(), cache.v.data_ptr(),
             *strides[:3], x.data_ptr(), out.data_ptr())
-        self.lib.run_pass(byref(self.shape), byref(p), c_long(FLOATS[x.dtype]))
+        self.lib.run_pass(byref(self.struct), byref(p), c_long(FLOATS[x.dtype]))
         for i, y in zip(taps, out, strict=True):
             if i in trace:
                 trace[i] = y
@@ -150,7 +147,7 @@ class FewRows(StandIn):
     def unembed(self, x, only=None):
         """`Transformer.unembed`."""
         weight = self.output
-        if only is not None and self.shape:
+        if only is not None and self.struct:
             weight = describe(only)
         if weight is None or not self.takes(x.shape[:2].numel()):
             return self.model.unembed(x, only)
@@ -161,7 +158,7 @@ class FewRows(StandIn):
         return FewRows(model)
 
     def replays(self):
-        return self.shape is not None
+        return self.struct is not None
 
 
 @cache

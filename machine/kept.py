@@ -43,9 +43,8 @@ def hardware(device):
 
 
 def identity(model, *facts):
-    """A name for everything that costs and recordings depend on. This is torch, the machine with
-    its number of threads, the shapes and dtypes of the weights (not their values), and these
-    facts."""
+    """A hash of everything that measured costs depend on. This is torch, the machine with its
+    number of threads, the shapes and dtypes of the weights (not their values), and these facts."""
     weights = [(name, tuple(w.shape), w.dtype) for name, w in model.state_dict().items()]
     device = model.tok.device
     facts = torch.__version__, hardware(device), device.type, model.c, weights, facts

@@ -27,12 +27,12 @@ struct Model {
     float eps, scale, softcap;          // softcap 0: none
 };
 
-struct Pass {                   // B texts, T tokens of each, S slots of the cache
-    const long *sublayers, *taps;       // for each sub-layer: its place in `out`, or -1
+struct Pass {                   // B texts, T tokens of each, S slots that are read
+    const long *sublayers, *places;     // for each sub-layer: its place in `out`, or -1
     long count, B, T, S, threads;
     const int64_t *positions, *slots;   // (B, T)
-    const uint8_t *masks;               // (2, B, T, S) without and with a window; null: a chain
-    const float *cos, *sin;             // (S, D)
+    const uint8_t *masks;               // (1 or 2, B, T, S) without and with a window; null: a chain
+    const float *cos, *sin;             // (at least S, D)
     float *keys, *values;               // (layers, B, kv_heads, S, D), strides below
     long layer, text, head;
     const void *x;                      // (B, T, dim)
@@ -263,8 +263,8 @@ template <Kind type> struct Running {
                 long layer = p.sublayers[i] / 2;
                 if (p.sublayers[i] % 2) mlp(m.blocks[layer]);
                 else attention(m.blocks[layer], layer);
-                if (p.taps[i] < 0) continue;
-                long place = p.taps[i] * R * m.dim;
+                if (p.places[i] < 0) continue;
+                long place = p.places[i] * R * m.dim;
                 #pragma omp for
                 for (long j = 0; j < R * m.dim; j++) store<type>(p.out, place + j, b.x[j]);
             }

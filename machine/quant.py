@@ -15,7 +15,7 @@ for int8 and int4 and few rows on a CPU. In all other cases the full matrix is r
 product, which takes longer than reading it would. There the gain is memory, not time.
 
 The quantised model is the best draft that needs no training. It is nearly always right, and it
-costs what its bytes cost. `layerskip.SelfDraft` drafts with it.
+takes as long as reading its bytes. `layerskip.SelfDraft` drafts with it.
 """
 import copy
 
@@ -89,9 +89,9 @@ class Matrix(nn.Module):
             return F.linear(x, self.full(x.dtype))
         return rows.call(rows.library(), x, weight, x.dtype)
 
-    def __getitem__(self, rows):
+    def __getitem__(self, ids):
         """Some rows of a head, for a draft vocabulary, as a plain matrix."""
-        return self.full(self.dtype)[rows]
+        return self.full(self.dtype)[ids]
 
 
 class Looped(Matrix):
@@ -112,8 +112,8 @@ class Whole(Matrix):
     """A matrix of whole numbers, `codes`.
 
     With `rounds`, few rows of x are rounded as well, to int8 with a scale for each 64 numbers. Then
-    a product costs what its bytes cost. A draft may do so, because only the target decides what is
-    written.
+    a product takes as long as reading the matrix. A draft may do so, because only the target
+    decides what is written.
     """
     rounds = False
 

@@ -54,7 +54,7 @@ class Model(Structure):
 
 class Pass(Structure):
     """`Pass` in pass.cpp."""
-    _fields_ = [*fields(POINTER(c_long), "sublayers taps"),
+    _fields_ = [*fields(POINTER(c_long), "sublayers places"),
                 *fields(c_long, "count B T end threads"),
                 *fields(c_void_p, "positions slots masks cos sin keys values"),
                 *fields(c_long, "layer text head"), *fields(c_void_p, "x out")]

@@ -33,7 +33,7 @@ class Calibrated(Rule):
     def __init__(self, bars=None, gamma=MOST, prior=0.5, tests=0):
         super().__init__(gamma)
         self.bars = bars or [0.3] * gamma
-        self.asks = True    # whether it ever stops a draft; to ask takes long on a GPU
+        self.asks = True    # whether it ever stops a draft; asking is slow on a GPU
         self.tenths = []    # [token][row]: the tenth of its confidence, which is its bin
         self.reach = []     # by row, the chance that all tokens so far, and the next, are right
         self.acceptance = Beta(tests * prior, tests * (1 - prior), prior)
@@ -105,12 +105,12 @@ def by_token(price):
     return lambda n, g: g * price(n)
 
 
-def with_reading(drafting, drafter, own, once, costs):
-    """The `drafting` of an Arm whose drafter first reads what was written since it last drafted. A
-    token of that costs `own`, and `once` if it is the only one."""
+def with_reading(drafting, drafter, each, once, costs):
+    """The `drafting` of an Arm whose drafter first reads what was written since it last drafted.
+    Its pass over one of these tokens costs `each`, of which `drafting` contains all but `once`."""
     def cost(n, g):
         unread = costs.pass_cost(max(1, drafter.unread), len(drafter.held))
-        return own * (unread - 1) + once * (g > 0) + drafting(n, g)
+        return each * (unread - 1) + once * (g > 0) + drafting(n, g)
 
     return cost
 
@@ -136,13 +136,13 @@ def head_draft(head, costs, vocab=None):
     drafting = by_token(pricing(head, costs))
     if isinstance(drafter, Reader):
         # an adapter reads one token even if it missed none; EAGLE's block drafts with that one
-        own = sum(costs.sublayers[: 1 if head.price.trunk else 2]) / costs.whole
-        drafting = with_reading(drafting, drafter, own, own * (head.price.trunk > 0), costs)
+        each = sum(costs.sublayers[: 1 if head.price.trunk else 2]) / costs.whole
+        drafting = with_reading(drafting, drafter, each, each * (head.price.trunk > 0), costs)
     return Arm(head.kind.replace("_", " "), drafter, drafting, longest)
 
 
 def quantised(twin, c, costs):
-    """The Arm of a quantised copy of the model, whose step takes c of the model's own."""
+    """The Arm of a quantised copy of the model, whose step costs c target passes."""
     every = range(2 * twin.c.n_layers)
     whole = costs.pricing(every)
     saved = (1 - c) * costs.whole       # a longer text costs both the same
@@ -152,19 +152,19 @@ def quantised(twin, c, costs):
 
 
 def smaller(model, c, costs):
-    """The Arm of a smaller model, whose step takes c of the target's, however long the text is."""
+    """The Arm of a smaller model, whose step costs c target passes, however long the text is."""
     drafter = ModelDraft(model, Calibrated())
     return Arm("small model", drafter,
                with_reading(by_token(lambda n: c), drafter, c, 0.0, costs))
 
 
 def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None, small=None):
-    """The usual arms. Of trained heads it is the one that promises most. The quantised copy `rough`
-    and the smaller model `small` join it if there are any, each given as the model and what its
-    step costs. Without all of these, the arms are exits after some parts of the blocks, and in any
-    case without heads the skip set `skip` (its sub-layers) if there is one. They draft with the
-    draft vocabulary `vocab` (its ids), if there is one and the shorter head saves more than any
-    step costs."""
+    """The usual arms. Of the trained heads, only the most promising one is an arm. The quantised
+    copy `rough` and the smaller model `small` join it if there are any, each given as the model and
+    the cost of its step. Without all of these, the arms are exits after some parts of the blocks.
+    Without heads, the skip set `skip` (its sub-layers) is an arm if there is one. Exits, skip sets
+    and heads draft with the draft vocabulary `vocab` (its ids), if there is one and the shorter
+    head saves more than the fixed cost of a step."""
     L = model.c.n_layers
     if vocab and costs.head * (1 - len(vocab) / model.c.vocab_size) < costs.call:
         vocab = None

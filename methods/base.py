@@ -165,8 +165,9 @@ class Reader(HeadDraft):
         device = self.noted.device
         self.cache = KVCache(self.own.c, *state.tokens.shape, self.own.attention_dtype(), device)
         T = max(state.lengths)
-        for first in range(0, T, 256):
-            at = Placement.span(first, min(first + 256, T), device)
+        chunk = self.own.chunk
+        for first in range(0, T, chunk):
+            at = Placement.span(first, min(first + chunk, T), device)
             self.own.run(self.inputs(state, at.slots), at, self.cache, [0])
         self.held = [n - 1 for n in state.lengths]
         self.unread = self.late

@@ -32,7 +32,7 @@ from methods.standin import VOCAB, ShortHead, read_vocab
 
 KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, Eagle, Medusa, Prophet)}
 FILE = "heads.safetensors"
-SHAPE = attrgetter(     # of a model: its heads fit every other model of this shape
+FITS = attrgetter(     # of a model: its heads fit every other model of this shape
     "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "post_norm")
 
 
@@ -70,7 +70,7 @@ def shorter(head, ids):
 
 def save(head, folder):
     """Write a head in bfloat16."""
-    about = {"kind": head.kind, "shape": head.shape, "model": SHAPE(head.model.c),
+    about = {"kind": head.kind, "shape": head.shape, "model": FITS(head.model.c),
              "ranks": list(head.ranks)}
     weights = {name: p.detach().bfloat16() for name, p in head.weights.state_dict().items()}
     with replacing(Path(folder) / FILE) as path:
@@ -94,11 +94,11 @@ def load(folder, model, kinds=KINDS):
     about = facts(folder)
     with guarded(f"{path}: no trained heads for this model"):
         file = safe_open(path, framework="pt")
-        if about["model"] != list(SHAPE(model.c)):
+        if about["model"] != list(FITS(model.c)):
             raise ValueError("their model has another shape or vocabulary: train heads for this "
                              "one")
         if about["kind"] not in kinds:
-            raise ValueError(f"their kind is {about['kind']!r}, and known are {', '.join(kinds)}")
+            raise ValueError(f"unknown kind {about['kind']!r}; known kinds are {', '.join(kinds)}")
         head = kinds[about["kind"]](model, **about["shape"])
         head.weights.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
         head.ranks = [float(r) for r in about["ranks"]]

@@ -53,16 +53,16 @@ class Medusa(Head):
 
 
 class MedusaDraft(HeadDraft):
-    """Drafts all tokens at once, since none depends on the others.
+    """Drafts with one head per token, all of which read the same state.
 
-    `shape` is None for a chain, or the parents of a tree, level by level, as
-    `methods.trees.best_tree` makes them. All rows draft as many of its levels as the rule says for
-    any row. Raises ValueError for more levels than heads.
+    `parents` is None for a chain, or those of a tree, level by level, as `methods.trees.best_tree`
+    makes them. All rows draft as many of its levels as the rule says for any row. Raises ValueError
+    for a rule that drafts more tokens than there are heads.
     """
 
-    def __init__(self, head, rule, shape=None):
+    def __init__(self, head, rule, parents=None):
         super().__init__(head, rule)
-        self.shape = shape
+        self.parents = parents
         if self.rule.longest > head.steps:
             raise ValueError(f"{head.steps} heads cannot draft {self.rule.longest} tokens: "
                              "one token each")
@@ -76,8 +76,8 @@ class MedusaDraft(HeadDraft):
             return said[-1]                                                     # (B, 1, V)
 
         draft = chain(state, step, self.rule)
-        if said and self.shape:
-            return branch(state, draft, torch.cat(said, 1), self.shape)
+        if said and self.parents:
+            return branch(state, draft, torch.cat(said, 1), self.parents)
         return draft
 
 

@@ -19,16 +19,17 @@ from methods.suffix import DEPTH, Suffix
 STAKE = 2.0     # passes that may be lost before anything is won
 RISK = 0.005    # what exploring may cost, as a share of plain decoding
 MARGIN = 0.05   # an arm must promise this much more than plain decoding
-OVERHEAD = 0.01     # of a round: choosing takes no more of it, nor does a stop rule
-COPY = 7  # tokens that may be copied: with the last one a block of eight, as recorded ones are
+OVERHEAD = 0.01     # the largest share of a round's time that choosing, or a stop rule, may take
+COPY = 7    # tokens that may be copied, because with the last one they fill a recorded block of 8
 
 
 class Pace(Wrapper):
     """Before each round, choose the arm and the draft length that promise the most tokens per pass.
 
-    Pace must be the outermost drafter. The arms, by default `candidates(model, costs)`, have
-    Calibrated rules, and suffix lookup joins them. `costs` is a Costs table, by default counted in
-    weights. What is learnt persists across runs, and `chosen` counts the rounds per arm.
+    No drafter around Pace may change its drafts. The arms, by default `candidates(model, costs)`,
+    have Calibrated rules, and suffix lookup joins them. `costs` is a Costs table, by default
+    counted in weights. What is learnt persists across runs, and `chosen` counts the rounds per
+    arm.
 
     In a batch the rows share each pass and so the arm. The guarantee counts the tokens of the row
     with the fewest, without the prompt. Where a round is short next to the time for choosing
@@ -60,8 +61,8 @@ class Pace(Wrapper):
         # the choice: the arm that drafts, and what the round costs if it drafts 0, 1, ... tokens
         self.arm = self.nothing
         self.round_costs = [1.0]
-        self.hold = 0           # rounds for which it still holds
-        self.held = 0           # and for which it was to hold
+        self.holds_for = 0      # rounds from now on
+        self.held_for = 0       # rounds, counted when it was made
         # the count of tokens
         self.written = []       # of each row
         self.least = 0          # the fewest of a row that was not finished
@@ -72,14 +73,14 @@ class Pace(Wrapper):
         self.written = [0] * len(state.known)
         self.passes = [self.costs.pass_cost(T, len(state.known)) for T in range(self.most + 3)]
         self.least = 0
-        self.hold = 0
+        self.holds_for = 0
         for rate in (arm.drafter.rule.acceptance for arm in self.arms):
             rate.fade(PRIOR / max(PRIOR, rate.hits + rate.misses))      # another text
 
     def cost(self, arm, g):
         """The cost, in passes, of a round: choose an arm, draft g tokens and verify them."""
-        held = 0 if arm is self.copying else self.pause
-        thinking = self.thinking / (1 + held) * (g > 0)
+        rounds = 1 if arm is self.copying else 1 + self.pause   # that share the time for choosing
+        thinking = self.thinking / rounds * (g > 0)
         return thinking + arm.drafting(self.n, g) + self.passes[1 + g]
 
     def covered(self, cost):
@@ -109,8 +110,8 @@ class Pace(Wrapper):
         return best, length
 
     def choose(self):
-        """Take the arm that promises most. One that is little known is taken to be good, so that it
-        is tried."""
+        """Take the arm that promises most. An arm that was little tried has an optimistic estimate,
+        so that it is explored."""
         self.copying.longest = max(map(len, self.copies))
         alphas = {self.copying: self.copy_rate()}
         for arm in self.arms:
@@ -123,7 +124,7 @@ class Pace(Wrapper):
         elif arm is self.copying:
             self.take(arm, length)
         else:
-            self.take(arm, self.longest(arm))
+            self.take(arm, self.length_for(arm))
 
     def copy_rate(self):
         """The acceptance rate of what may be copied now, on average over the rows. A long match is
@@ -131,7 +132,7 @@ class Pace(Wrapper):
         rates = [self.copy_rates[m.bit_length()].mean() if m else 0.0 for m in self.lookup.matched]
         return sum(rates) / len(rates)
 
-    def longest(self, arm):
+    def length_for(self, arm):
         """The longest draft of an arm: any length that its rule allows, if the rule is asked. The
         rule's bars are made for what the arm brings, not for what it might bring."""
         rule = arm.drafter.rule
@@ -157,9 +158,9 @@ class Pace(Wrapper):
         """Choose how this round drafts. A choice that is made again holds longer, for at most
         `pause` rounds, but what may be copied is new in every round."""
         self.copies = [[]] * len(state.known)
-        self.hold -= 1
+        self.holds_for -= 1
         last = self.arm
-        if self.hold >= 0:
+        if self.holds_for >= 0:
             self.take(last, len(self.round_costs) - 1)
             return
         self.lookup.enter(state)
@@ -169,8 +170,8 @@ class Pace(Wrapper):
         self.grown = self.pass_price(self.n) / self.costs.whole
         self.choose()
         same = self.arm is last is not self.copying
-        self.held = min(self.pause, 2 * self.held + 1) * same
-        self.hold = self.held
+        self.held_for = min(self.pause, 2 * self.held_for + 1) * same
+        self.holds_for = self.held_for
 
     def propose(self, state):
         self.decide(state)

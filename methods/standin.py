@@ -14,8 +14,8 @@ VOCAB = "draft_vocab.json"  # the name of a file with a draft vocabulary
 
 
 class ShortHead(StandIn):
-    """A draft vocabulary (FR-Spec, arXiv 2502.14856) is the model with only those rows of its
-    output head that belong to the N tokens in `ids`. It stands in for the model wherever a drafter
+    """The model with a draft vocabulary (FR-Spec, arXiv 2502.14856), which are the N tokens in
+    `ids`. It has only their rows of the output head, and stands in for the model wherever a drafter
     takes one.
 
     All other tokens have the logit -inf, so q = 0 and they are never drafted. The target keeps its

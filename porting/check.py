@@ -272,7 +272,7 @@ def ask(command, requests, seconds):
         err.seek(max(0, os.fstat(err.fileno()).st_size - 10_000))
         words = last_words(err.read().decode(errors="replace"))
     if stopped or port.returncode != 0:
-        trouble = stopped or trouble or f"it ended with status {port.returncode}"
+        trouble = stopped or f"it ended with status {port.returncode}"
         trouble += f", with {len(found)} cases answered"
         if words:
             trouble += f", and its last words are {words[:200]!r}"

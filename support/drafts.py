@@ -193,7 +193,7 @@ def auto(plan):
             rough = twin, measure_step(model, twin)
     else:
         costs = byte_costs(model)
-        plan.where = ", with costs counted in weights"
+        plan.where = ", with costs counted in bytes"
     small = None
     if options.draft_model is not None:
         other = fit(load_small(plan, options.draft_model), model)
@@ -265,8 +265,6 @@ SOURCES = NAMED | {     # what a path can name
     "heads": Source(trained, 3, ("tree", "rule")),
     "file": Source(from_a_file, 3, ("rule",)),
 }
-FLAGS = (       # which go with some sources only
-    "exit_layer", "skip", "tree", "draft_vocab", "draft_model", "draft_quant", "rule")
 RANGES = {"gamma": (0, 1000), "tree": (1, 128)}
 
 
@@ -322,8 +320,9 @@ def check_flags(options):
     """Raises ValueError for flags that do not go together."""
     kind = source_of(options)
     given = {flag: value for flag, value in vars(options).items() if value is not None}
-    for flag in FLAGS:
-        if flag in given and flag not in SOURCES[kind].flags:
+    others = {flag for source in SOURCES.values() for flag in source.flags}
+    for flag in given:
+        if flag in others.difference(SOURCES[kind].flags):
             raise ValueError(f"--{flag.replace('_', '-')} does not go with --draft {kind}; see "
                              "--help")
     if kind == "none" and options.gamma:

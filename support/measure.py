@@ -159,8 +159,8 @@ def measure_arms(model, arms, costs, repeats=5):
 
 
 def priced(arm, measured):
-    """The Arm with the costs that were measured. What it has to read first costs what it did. A
-    rule that takes long to ask is not asked."""
+    """The Arm with the costs that were measured. The cost of catching up with the text is
+    unchanged. A rule that takes long to ask is not asked."""
     once, each, asking = measured
     before = arm.drafting
 

@@ -85,7 +85,7 @@ def rates(r):
     """How fast the run was."""
     facts = {
         f"{r['tokens_per_second']:.0f} tokens/s in {r['dtype']} on {r['device']}": True,
-        f"{r['threads']} threads": True,
+        f"{r['threads']} thread{'s' * (r['threads'] > 1)}": True,
         f"blocks in {r['quant']}": r["quant"],
         "in fast passes": r["fast"],
         "exact": r["exact"],
@@ -107,7 +107,7 @@ def verdict(r):
                 "temperature 0, or with --exact)")
     if d is None:
         return f"identical to plain decoding in {r['dtype']}, token for token"
-    equal = f"{d['position']} equal tokens"
+    equal = f"{d['position']} equal token{'s' * (d['position'] != 1)}"
     if len(r["outputs"]) > 1:
         equal += f" of output {d['output']}"
     if r["exact"]:

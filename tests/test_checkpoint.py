@@ -103,7 +103,7 @@ def test_end_of_text_ids_come_in_every_form(first, tmp_path):
         assert checkpoint.read_config(tmp_path).eos == want
     for stored in ("</s>", [1, True], {"id": 1}):
         edit(tmp_path / first, eos_token_id=stored)
-        refused(tmp_path, f"/{first}: eos_token_id")
+        refused(tmp_path, f"{tmp_path}: eos_token_id")
 
 
 @pytest.mark.parametrize("kind, more", [

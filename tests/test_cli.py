@@ -62,12 +62,6 @@ def test_an_encoding_that_lacks_a_character_replaces_it(monkeypatch):
     assert out.buffer.getvalue().rstrip() == b"\xe9 ??"
 
 
-def test_standard_input_in_any_encoding(monkeypatch):
-    for raw, text in ((b"a\r\nb", "a\nb"), (b"\xef\xbb\xbfa", "a"), (b"a\xff", "a\udcff")):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), "ascii", newline="\n"))
-        assert cli.read_input() == text
-
-
 def prompts_of(path, content):
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return list(numbered_texts(path, "prompt", "\n").values())

@@ -52,13 +52,6 @@ def test_no_step_is_computed_once_all_rows_have_ended(models):
 # --- the rules by hand
 
 
-def outcome(*pairs):
-    """The round in which row b drafted pairs[b][0] tokens, pairs[b][1] accepted;
-    None: it had ended."""
-    drafted, kept = zip(*(pair or (0, 0) for pair in pairs), strict=True)
-    return make_round([[0] * (pair[1] + 1) if pair else [] for pair in pairs], kept, drafted)
-
-
 def test_confidence_is_that_in_the_drawn_token_in_float32():
     logits, drawn = torch.tensor([[0.25, 0.75], [0.9, 0.1]]).log(), torch.tensor([1, 1])
     assert confidence(logits, drawn).tolist() == pytest.approx([0.75, 0.1])

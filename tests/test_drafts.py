@@ -126,9 +126,9 @@ def test_costs_are_measured_once_for_large_models_only(call, plan, stories, tmp_
     assert all(first[key] == second[key] for key in ("outputs", "how"))
     assert "as measured" in first["how"] and len(measured) == 1
     assert "measured" in plan("--temperature", "0.8", "--fast").note, "who asks for speed gets it"
-    assert "in weights" in plan("--temperature", "0.8").note, "the same seed writes the same text"
+    assert "in bytes" in plan("--temperature", "0.8").note, "the same seed writes the same text"
     monkeypatch.setattr("machine.parallel.here", lambda: (0, 2))
-    assert "in weights" in plan().note, "each process would measure its own"
+    assert "in bytes" in plan().note, "each process would measure its own"
 
 
 def test_gamma_of_a_skip_file(plan, tmp_path):

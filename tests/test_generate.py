@@ -233,10 +233,14 @@ def test_what_cannot_be_written_costs_no_answer(call, tmp_path, monkeypatch, fla
 
 
 def test_standard_input(call, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Once upon\na time\n")))
+    def send(raw):
+        stream = io.TextIOWrapper(io.BytesIO(raw), "ascii", newline="\n")
+        monkeypatch.setattr(sys, "stdin", stream)
+
+    send(b"\xef\xbb\xbfOnce upon\r\na time\r\n")
     out = json.loads(call("-", *SHORT, "--json")[1])["outputs"][0]
     assert out["prompt"] == "Once upon\na time", "only the newline that ends the input goes"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
+    send(b"ab\xff")
     call.refuses(["-"], tmp_path, "cannot take this prompt")
 
 

@@ -189,7 +189,7 @@ test_exact_law = promises.exact_law({
     "exit, top-p": (TINY, lambda m: Siblings(SelfDraft(m, range(4), 2), [1])),
     "gemma2 skip": (tiny.TINY_GEMMA, lambda m: Siblings(SelfDraft(m, [0, 2, 3, 5], 2), [1])),
     "certain": (TINY, lambda m: Grove([[0, 0, 2]], certain=True)),
-}, count=2, room=4)
+}, room=4)
 
 
 # --- shapes

@@ -5,7 +5,6 @@ For greedy answers it prints the share of drafted tokens that were accepted, tau
 counting the weights read.
 """
 import copy
-from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -24,7 +23,6 @@ from lab.train_heads import OWN
 from lab.transfer import Transfer, riders
 from methods import heads
 from model import Placement
-from sampling import to_probs
 from search import Teacher
 from speculative import rounds
 from support.stats import Counts
@@ -200,24 +198,23 @@ def long_texts(tokenizer, c, count):
 
 
 def sparse_drafts(model, texts, new):
-    """{window: what was found} in the second halves of texts of the same length: alpha with sinks,
-    without, and at temperature 1, the share of the keys and values that is not read at their
-    middle, and tau where greedy text goes on."""
+    """{window: what was found} in the second halves of texts of the same length: alpha with sinks
+    and without, the share of the keys and values that is not read at their middle, and tau where
+    greedy text goes on."""
     half = len(texts[0]) // 2
-    warm = partial(to_probs, temperature=1.0)
-    teachers = {probs: [Teacher(model, ids, probs) for ids in texts] for probs in (to_probs, warm)}
+    teachers = [Teacher(model, ids) for ids in texts]
+
+    def alpha(sinks, window):
+        rates = [sparse_acceptance(t, sinks, window)[half:] for t in teachers]
+        return float(torch.cat(rates).mean())
+
     found = {}
     for window in (w for w in (8, 16, 32, 64, 128) if w < half):
-        def alpha(probs, sinks, window=window):
-            rates = [sparse_acceptance(t, sinks, window)[half:] for t in teachers[probs]]
-            return float(torch.cat(rates).mean())
-
         drafter = SparseDraft(model, GAMMA, SINKS, window)
         drafted = worth(model, [ids[:half] for ids in texts], drafter, min(new, half - 1), float)
-        found[str(window)] = {
-            "alpha": alpha(to_probs, SINKS), "without sinks": alpha(to_probs, 0),
-            "at temperature 1": alpha(warm, SINKS),
-            "not read": 1 - (SINKS + window) / (1.5 * half + 1), "tau": drafted["tau"]}
+        found[str(window)] = {"alpha": alpha(SINKS, window), "without sinks": alpha(0, window),
+                              "not read": 1 - (SINKS + window) / (1.5 * half + 1),
+                              "tau": drafted["tau"]}
     return found
 
 

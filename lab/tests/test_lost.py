@@ -7,9 +7,9 @@ from itertools import combinations
 
 import promises
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
-from test_control import outcome
 from test_heads import GROVE, Turns, both_ways, wild
 from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, make, read, state_of
 
@@ -38,6 +38,13 @@ from speculative import generate, rounds
 def short_texts(rows=1):
     """The State of so many texts of one token."""
     return state_of([[1]] * rows, [99] * rows)
+
+
+def outcome(*pairs):
+    """The round in which row b drafted pairs[b][0] tokens, pairs[b][1] accepted;
+    None: it had ended."""
+    drafted, kept = zip(*(pair or (0, 0) for pair in pairs), strict=True)
+    return tiny.make_round([[0] * (pair[1] + 1) if pair else [] for pair in pairs], kept, drafted)
 
 
 def wild_burger(model, **shape):

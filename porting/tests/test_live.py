@@ -11,7 +11,7 @@ import warnings
 import pytest
 import safetensors.torch
 import torch
-from test_port_js import ENGINE, node
+from test_port_js import ENGINE, drafted, node
 from tiny import command
 
 import checkpoint
@@ -144,12 +144,7 @@ def test_under_node_the_int8_weights_write_what_python_writes_with_them(tmp_path
     safetensors.torch.save_file(stored, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((bundle.MODEL / "config.json").read_bytes())
     prompt = shipped(True)[1].encode("Once upon a time").ids
-    sampling = {"temperature": 0.0, "top_k": None, "top_p": None, "min_p": None}
-    drafter = {"kind": "sublayers", "gamma": 3, "sublayers": list(range(8)), "widths": []}
-    request = {"case": 1, "op": "rounds", "model": str(tmp_path), "prompts": [prompt],
-               "max_new": 40, "seed": 0, "eos": [0], "sampling": sampling, "drafter": drafter,
-               "trees": False}
-    for answer in node(ENGINE, lines=[request]) or []:
+    for answer in node(ENGINE, lines=[drafted(tmp_path, prompt, 4)]) or []:
         ids = [token for line in answer["rounds"] for token in line["new"][0]]
         assert ids == ids_of_python(True, most=40)
 

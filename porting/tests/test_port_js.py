@@ -38,6 +38,15 @@ def test_it_passes_the_whole_kit(call):
     assert status == 0 and f"{count} of {count} cases pass" in out and "982 ok" in out
 
 
+def drafted(folder, prompt, blocks, temperature=0.0, case=1):
+    """A case of step 9: 40 tokens, drafted by the first blocks of the model."""
+    sampling = {"temperature": temperature, "top_k": None, "top_p": None, "min_p": None}
+    sublayers = list(range(2 * blocks))
+    drafter = {"kind": "sublayers", "gamma": 3, "sublayers": sublayers, "widths": []}
+    return {"case": case, "op": "rounds", "trees": False, "model": str(folder), "prompts": [prompt],
+            "max_new": 40, "seed": 7, "eos": [0], "sampling": sampling, "drafter": drafter}
+
+
 @torch.inference_mode()
 def test_its_rounds_are_those_of_python_on_every_shipped_model():
     """Greedy and at temperature 0.8, drafting with half of the blocks: tokens, p and q."""
@@ -47,13 +56,7 @@ def test_its_rounds_are_those_of_python_on_every_shipped_model():
         L = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
         prompt = read_tokenizer(folder).encode("Once upon a time").ids
         for temperature in (0.0, 0.8):
-            sampling = {"temperature": temperature, "top_k": None, "top_p": None, "min_p": None}
-            half = list(range(L // 2 * 2))
-            drafter = {"kind": "sublayers", "gamma": 3, "sublayers": half, "widths": []}
-            requests.append({
-                "case": len(requests), "op": "rounds", "trees": False, "model": str(folder),
-                "prompts": [prompt], "max_new": 40, "seed": 7, "eos": [0],
-                "sampling": sampling, "drafter": drafter})
+            requests.append(drafted(folder, prompt, L // 2, temperature, len(requests)))
     for request, got in zip(requests, node(ENGINE, lines=requests) or [], strict=False):
         want = json.loads(json.dumps(answer(request, torch.float32)[0]))
         assert check.differ(want, got, 1e-3) is None, request["model"]
