@@ -179,8 +179,8 @@ def check_tensors(files, model):
         dtype = have[name].dtype
         shape = have[name].shape
         if dtype not in DTYPES:
-            raise ValueError(f"tensor {name} is stored as {dtype}, and known are "
-                             f"{', '.join(DTYPES)}: take the checkpoint that was not quantised")
+            raise ValueError(f"tensor {name} is stored as {dtype}, but only {', '.join(DTYPES)} "
+                             "can be read: take the checkpoint that was not quantised")
         if name not in want:
             raise ValueError(f"unexpected tensor {name}: this architecture does not use it, so the "
                              "logits would be wrong. Is this a variant, or a quantised checkpoint?")

@@ -1,4 +1,4 @@
-"""Where drafts come from, how far they go, and what the loop needs to know of one.
+"""Where drafts come from, how far they go, and what a drafter must tell the loop.
 
 The one thing to remember: no drafter can change the distribution of the text. It hands over tokens
 with the very q that they were drawn from, and the loop does the rest.
@@ -70,7 +70,7 @@ class Rule:
     stop = None
 
     def __init__(self, gamma: int):
-        if not (isinstance(gamma, int) and gamma >= 0):
+        if type(gamma) is not int or gamma < 0:
             raise ValueError("gamma, how many tokens to draft, must be a whole number from 0 up, "
                              f"got {gamma}")
         self.longest = gamma
@@ -99,7 +99,7 @@ class Drafter:
         self.rule = rule if isinstance(rule, Rule) else Rule(rule)
 
     def begin(self, state, trace):
-        """Called once the prompt is read. trace is {tap: (B, T, dim)}."""
+        """Called after the prompt was read. trace is {tap: (B, T, dim)}."""
         self.rule.begin(state)
 
     def propose(self, state) -> Draft:

@@ -52,7 +52,7 @@ def replacing(path, writer=""):
         yield temporary
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
-        temporary.chmod(mode)   # trap: of a new file safetensors lets only the owner read
+        temporary.chmod(mode)   # trap: safetensors makes new files readable only by their owner
         os.replace(temporary, target)
     except (OSError, SafetensorError) as e:
         why = e
@@ -74,8 +74,8 @@ def write_file(path, text):
 def check_there(path):
     """Raise FileNotFoundError where there is no file. A pipe counts as one."""
     if path.is_symlink() and not path.exists():
-        raise FileNotFoundError(f"{path}: a link to nothing, as a download leaves it that broke "
-                                "off: download it again")
+        raise FileNotFoundError(f"{path}: a broken link, probably from an interrupted download; "
+                                "download it again")
     if not path.exists() or path.is_dir():
         raise FileNotFoundError(f"{path}: no such file")
 

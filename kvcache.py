@@ -1,7 +1,7 @@
 """A KV cache that stores no length, because slot = position in a text. A block of tokens sees
 itself and the slots before its own first slot.
 
-The one thing to remember: rolling back is starting the next block earlier.
+The one thing to remember: to roll back, start the next block earlier.
 
     slot              3   4   5   6
     this round        D   d1  d2  d3     D is known; d1 is accepted, and t replaces the rejected d2

@@ -25,7 +25,7 @@ def verify(p, q, drafted, coins):
     """How many drafted tokens are accepted, and the token after them. p has gamma + 1 distributions
     (V,) of the whole model, and q the gamma distributions from which the tokens were drafted."""
     # Token k is accepted with probability min(1, p / q). The first rejection ends the draft. All
-    # coins are flipped, even after it: a batch does the same, so the random numbers agree.
+    # coins are flipped, even after it, so that the random numbers agree with a batch.
     passed = [bool(coins.flip(p[k][token] / q[k][token])) for k, token in enumerate(drafted)]
     accepted = 0
     while accepted < len(drafted) and passed[accepted]:

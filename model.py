@@ -166,7 +166,7 @@ class RMSNorm(nn.Module):
     def forward(self, x):
         if self.offset == 0:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # trap: 1 + w rounded to bfloat16 is off by 0.14 % on average: compute in float32 or wider
+        # trap: 1 + w rounded to bfloat16 is off by 0.14 % on average, so compute in float32
         wide = torch.promote_types(x.dtype, torch.float32)
         w = self.offset + self.weight.to(wide)
         return F.rms_norm(x.to(wide), w.shape, w, self.eps).to(x.dtype)
@@ -380,8 +380,7 @@ class Transformer(nn.Module):
 
 
 class StandIn:
-    """Takes the place of a model. A subclass does some things in another way, and the model answers
-    everything else."""
+    """Takes the place of a model. A subclass overrides some methods. The model answers all else."""
 
     model = None    # trap: without it copy.copy, which asks before it is set, would never end
 

@@ -22,7 +22,7 @@ from layerskip import check_sublayers, shared_prefix
 from model import Placement, Transformer
 from sampling import to_probs
 
-# on the diagonal, relative to the signal, so that rounding makes no matrix indefinite
+# added to the diagonal, relative to the signal, so that rounding makes no matrix indefinite
 JITTER = 1e-10
 FIRST = 10      # random trials at the start
 REFIT = 5       # trials between two fits of the process
@@ -123,8 +123,8 @@ def kernel(d, theta):
     """The covariance of two sets, exp(theta_s - sum over g of e^theta_g d_g). d (G, N, M) ->
     (N, M).
 
-    theta (G + 2,) holds logarithms. First come those of the weight of each group, then those of the
-    signal's variance (theta_s) and of the noise's variance. Each bit that differs contributes a
+    theta (G + 2,) holds the logarithms of the weight of each group, of the signal's variance
+    (theta_s) and of the noise's variance, in this order. Each bit that differs contributes a
     factor e^-weight, so the matrix over all sets is a Kronecker product of positive definite 2 x 2
     matrices.
     """
@@ -134,7 +134,7 @@ def kernel(d, theta):
 class GaussianProcess:
     """Regression on observed values (Rasmussen and Williams 2006, Algorithm 2.1), in float64.
 
-    It has observed the values y (N,) of the sets z (N, n). `groups` (n,) holds the group of each
+    y (N,) are the values observed at the sets z (N, n). `groups` (n,) holds the group of each
     bit, counted from 0. The bits of a group share one weight. A fit starts at theta, or at the
     centre of the priors if theta is None. If `fit` is false, theta stays as it is. Inside, y is
     scaled to mean 0 and standard deviation 1.

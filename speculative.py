@@ -89,7 +89,8 @@ def one_round(state, drafter, verify, eos=frozenset()):
 
 def commit(state, r, accepted, token, eos):
     """Append the accepted tokens and the token after them to each row, and write down in the Round
-    what happened. Without a stop rule, this is the round's only synchronisation with the device."""
+    what happened. Unless the drafter waits, this is the round's only synchronisation with the
+    device."""
     K = r.draft.tokens.shape[1]
     out = F.pad(r.draft.tokens, (0, 1)).scatter_(1, accepted[:, None], token[:, None])  # (B, K+1)
     state.tokens.scatter_(1, state.span(1, K + 2).slots, out)

@@ -1,5 +1,5 @@
-"""This keeps the text exact. Drafted tokens are tested, and the next token is drawn from the
-residual. p is the target's distribution, q the draft's.
+"""Verification, which keeps the text exact. Drafted tokens are tested, and the next token is drawn
+from the residual. p is the target's distribution, q the draft's.
 
 The one thing to remember: where nothing was drafted, q = 0 and max(p - q, 0) is simply p. One
 formula therefore covers the bonus token, drafts of different lengths and plain decoding.
@@ -70,12 +70,12 @@ def verify_block(p, q, tokens, coins, length=None):
         weights.append((weights[-1] * r).clamp(max=1))
     weight = torch.stack(weights, 1)                                            # (B, K+1)
     residual = (weight[:, :-1, None] * p[:, :-1] - q).clamp_(min=0)             # (B, K, V)
-    # column k: the mass after k + 1 tokens; that after all K is not needed
+    # column k: the mass after k + 1 tokens; the mass after all K is not needed
     mass = F.pad(residual.sum(-1)[:, 1:], (0, 1))                               # (B, K)
     prefix = torch.arange(1, 1 + tokens.shape[1], device=p.device)              # (K,) 1, 2, ...
     is_whole = prefix == live.sum(1, keepdim=True)                              # (B, K)
     chance = torch.where(is_whole, weight[:, 1:], mass / (mass + 1 - weight[:, 1:]))
-    # trap: 0 / 0 where w = 1 and p = q: any chance is right, as the rest is always accepted
+    # trap: 0 / 0 where w = 1 and p = q; any chance is right, as the rest is always accepted
     passed = coins.flip(chance) & live                                          # (B, K)
     accepted = (passed * prefix).amax(1)                                        # (B,) the longest
     return accepted, next_token(p, q, accepted, live, coins, weight.gather(1, accepted[:, None]))

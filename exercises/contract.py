@@ -10,10 +10,11 @@ LONG, BOOL, F32, F64 = torch.long, torch.bool, torch.float32, torch.float64
 
 
 class Tensor(NamedTuple):
-    """dtype None: any floating one."""
+    """dtype None: any floating one. optional: None will do."""
     shape: tuple
     dtype: torch.dtype | None
     device: torch.device | str = "cpu"
+    optional: bool = False
 
 
 def like(x, dtype=None, shape=None):
@@ -37,13 +38,15 @@ def written(g):
 
 
 def drafted(state):
-    """The parts of a Draft of so many rows; None: what its other parts say."""
+    """The parts of a Draft of so many rows."""
     B = len(state.known)
-    return {"tokens": Tensor((B, None), LONG), "q": Tensor((B, None, None), None),
-            "length": Tensor((B,), LONG)}
+    return {"tokens": Tensor((B, None), LONG), "q": Tensor((B, None, None), None, optional=True),
+            "length": Tensor((B,), LONG, optional=True)}
 
 
-WHOLE, NUMBER = "a whole number", "a number"
+WHOLE = "a whole number"
+NUMBER = "a number"
+KINDS = {WHOLE: numbers.Integral, NUMBER: numbers.Real}
 FORMS = {   # {function: its results, from its arguments by name}
     **dict.fromkeys(("expected_tokens", "expected_tokens_along", "Counts.alpha", "draft_cost",
                      "speed", "break_even", "cost_in_bits", "pass_seconds"),
@@ -96,12 +99,13 @@ def words(form):
 
 def wrong(form, value):
     """Why a value has not this form; None if it has."""
-    number = value
-    if isinstance(value, torch.Tensor) and isinstance(form, str):
-        number = value.item() if value.shape == () else None
-    if form in (NUMBER, WHOLE):
-        kind = numbers.Integral if form == WHOLE else numbers.Real
-        return None if isinstance(number, kind) and not isinstance(number, bool) else "another type"
+    if form in KINDS:
+        if isinstance(value, torch.Tensor) and value.shape == ():
+            value = value.item()
+        fits = isinstance(value, KINDS[form]) and not isinstance(value, bool)
+        return None if fits else "another type"
+    if value is None and form.optional:
+        return None
     if not isinstance(value, torch.Tensor):
         return "that is no tensor"
     fits = [want in (None, n) for want, n in zip(form.shape, value.shape, strict=False)]
@@ -121,22 +125,19 @@ def check(name, called, given, result):
     """Fail the test if a result has another form than FORMS says."""
     from teach import fail
 
-    forms = FORMS[name](given) if name in FORMS else {}
-    want = "; ".join(f"{part}: {words(form)}" for part, form in forms.items())
+    if name not in FORMS:
+        return
+    forms = FORMS[name](given)
     if name in ("chain", "SelfDraft.propose"):
         if type(result).__name__ != "Draft":
             fail(called, "a Draft(tokens, q, length)", words(result), "another type")
-        parts = [getattr(result, part) for part in forms]
-        forms = {part: form for (part, form), value in zip(forms.items(), parts, strict=True)
-                 if value is not None or part == "tokens"}
-        parts = [value for value in parts if value is not None]
-    elif len(forms) > 1:
-        if not isinstance(result, (tuple, list)) or len(result) != len(forms):
-            fail(called, f"{len(forms)} results: {want}", words(result))
-        parts = result
-    else:
-        parts = [result]
-    for (part, form), value in zip(forms.items(), parts, strict=False):
+        result = result.tokens, result.q, result.length
+    elif len(forms) == 1:
+        result = [result]
+    elif not isinstance(result, (tuple, list)) or len(result) != len(forms):
+        want = "; ".join(f"{part}: {words(form)}" for part, form in forms.items())
+        fail(called, f"{len(forms)} results: {want}", words(result))
+    for (part, form), value in zip(forms.items(), result, strict=True):
         why = wrong(form, value)
         if why:
             fail(called, f"{part}: {words(form)}", words(value), why)

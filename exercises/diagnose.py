@@ -78,17 +78,18 @@ def failure(case, most=30):
 
 def show(number, case):
     """The text of one case."""
-    m, (wrong, _) = row(case), mutated(case)
-    numbered = [f"{i:3} | {line}" for i, line in enumerate(wrong, 1)]
+    numbered = [f"{i:3} | {line}" for i, line in enumerate(mutated(case)[0], 1)]
     return "\n".join([
-        f"Diagnose {number}: `{case.function}` of {m.file}. One line is wrong. Which, and why?", "",
-        "line: ?", "why: ?", "", *numbered, "",
+        f"Diagnose {number}: `{case.function}` of {row(case).file}. One line is wrong. Which, and "
+        "why?", "", "line: ?", "why: ?", "", *numbered, "",
         "What the failing test printed:", "", *failure(case), ""])
 
 
 def write(out, seed=None):
     """Six cases in OUT/diagnose. Raises FileExistsError where the folder exists already."""
-    numbers = range(COUNT) if seed is None else random.Random(seed).sample(range(len(CASES)), COUNT)
+    numbers = range(COUNT)
+    if seed is not None:
+        numbers = random.Random(seed).sample(range(len(CASES)), COUNT)
     folder = out / "diagnose"
     folder.mkdir(parents=True)
     for n in numbers:
@@ -98,15 +99,17 @@ def write(out, seed=None):
 
 def grade(path):
     """(status, comment) for one answered case."""
-    case, text = CASES[int(path.stem) - 1], path.read_text(encoding="utf-8", errors="replace")
+    case = CASES[int(path.stem) - 1]
+    text = path.read_text(encoding="utf-8", errors="replace")
     line, why = (re.search(rf"^{word}:[ \t]*(.*?)\s*$", text, re.M) for word in ("line", "why"))
     if not line or not line[1].isdigit():
         return "to do", ""
     if int(line[1]) not in mutated(case)[1]:
         return "failed", f"line {line[1]} is as the library has it"
-    empty = not why or why[1] in ("", "?")
-    also = "say why, too; " if empty else ""
-    return "passed", f"{also}compare your reason with this: {case.why}"
+    comment = f"compare your reason with this: {case.why}"
+    if not why or why[1] in ("", "?"):
+        comment = "say why, too; " + comment
+    return "passed", comment
 
 
 def main(argv=None):
@@ -123,13 +126,13 @@ def main(argv=None):
         print(f"{COUNT} cases are in {folder}: put the number of the wrong line after `line:`, "
               "and say why")
         return 0
-    files, passed = [path for n in range(1, len(CASES) + 1)
-                     if (path := a.out / "diagnose" / f"{n:02}.txt").is_file()], 0
-    for path in files:
-        status, comment = grade(path)
-        passed += status == "passed"
+    files = [path for n in range(1, len(CASES) + 1)
+             if (path := a.out / "diagnose" / f"{n:02}.txt").is_file()]
+    found = [grade(path) for path in files]
+    for path, (status, comment) in zip(files, found, strict=True):
         function = CASES[int(path.stem) - 1].function
         print(f"{path.stem}  {function:24} {status}" + f"\n      {comment}" * bool(comment))
+    passed = sum(status == "passed" for status, _ in found)
     print(f"{passed} of {len(files)} passed")
     return int(not files or passed < len(files))
 

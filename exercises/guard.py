@@ -126,14 +126,16 @@ def replaced(originals):
 def watched(name, original, answer, originals):
     """A stand-in for the original: it calls the answer, and fails the test if this call broke a
     rule."""
-    arguments, kept = inspect.signature(original), []
+    arguments = inspect.signature(original)
+    kept = []
 
     @functools.wraps(original)
     def call(*args, **kwargs):
         # trap: above, it would load the library before the answer is put in
         from teach import no_other_chance
 
-        bound, returned = arguments.bind(*args, **kwargs), {}
+        bound = arguments.bind(*args, **kwargs)
+        returned = {}
         given = bound.arguments
         for key, value in given.items():
             if callable(value) and not isinstance(value, torch.nn.Module):
@@ -212,15 +214,17 @@ def install(module, names, code):
     originals = []
     for name in names:
         outer, _, last = name.rpartition(".")
-        place = getattr(library, outer) if outer else library
+        place, mine = library, own
+        if outer:
+            place = getattr(library, outer)
+            mine = vars(own)[outer]
+            setattr(own, outer, place)
         old = vars(place)[last]
-        new = vars(vars(own)[outer])[last] if outer else vars(own)[name]
+        new = vars(mine)[last]
         if isinstance(old, property):
             setattr(place, last, property(watched(name, old.fget, new.fget, originals)))
         else:
             setattr(place, last, watched(name, old, new, originals))
-        if outer:
-            setattr(own, outer, place)
     # with it come the modules that no answer may change
     from teach import no_other_chance  # noqa: F401
 

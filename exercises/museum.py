@@ -128,7 +128,9 @@ def in_a_ring(slots, coins):
     """The text that two rounds write of a layer with a window of 2, after the tokens 0 and 1,
     drafting one token from 1/2, 1/2. Its p of token 1 is 0.8, and 0.3 less for each 1 that it
     reads."""
-    text, ring, q = [0, 1], {0: 0, 1: 1}, wide([[0.5, 0.5]])
+    text = [0, 1]
+    ring = {0: 0, 1: 1}
+    q = wide([[0.5, 0.5]])
     for _ in range(2):
         last = len(text) - 1
         draft = coins.choose(q)

@@ -148,7 +148,8 @@ def check(node, module):
         if name in ("breakpoint", "input") or name.endswith(".set_trace"):
             raise Refused(f"line {call.lineno}: `{name}()` waits for you to type: take it out")
     for inner in ast.walk(node):
-        names, wanted = set(), []
+        names = set()
+        wanted = []
         if isinstance(inner, ast.Import):
             wanted = [alias.name for alias in inner.names]
         elif isinstance(inner, ast.ImportFrom):

@@ -205,7 +205,7 @@ def test_what_is_missing_or_damaged_is_named(name, tmp_path):
     refused(tmp_path, "git lfs pull")
     path.unlink()
     path.symlink_to(tmp_path / "blobs" / "gone")
-    refused(tmp_path, "a link to nothing", FileNotFoundError)
+    refused(tmp_path, "a broken link", FileNotFoundError)
     path.unlink()
     path.write_bytes(raw)
     if name == "model.safetensors":

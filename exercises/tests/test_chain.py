@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from mistaken import Mistakes
-from teach import compare, fail, same_law, short
+from teach import Mistakes, compare, fail, same_law, short
 from tiny import Branch, Says, law, state_of, wide
 
 from drafter import chain

@@ -2,8 +2,8 @@
 import random
 
 import pytest
-from mistaken import Mistakes, gives
-from teach import compare
+from mistaken import gives
+from teach import Mistakes, compare
 from tiny import wide
 
 from control import expected_tokens
@@ -105,11 +105,13 @@ def check_batch(alpha, gamma, cost, seconds, most, want):
     def size(f):
         return wide([f(alpha, gamma, cost, seconds, most)])
 
-    plain, verifying = ([round(seconds(rows, width), 6) for rows in (1, 8, 64)]
-                        for width in (1, gamma + 1))
+    def takes(width):
+        return [round(seconds(rows, width), 6) for rows in (1, 8, 64)]
+
     compare(size(largest_batch), [want], Mistakes("largest_batch", size),
             f"alpha = {alpha}, gamma = {gamma}, cost = {cost}, most = {most}; a plain pass over 1, "
-            f"8 and 64 texts takes {plain} s, one that verifies {verifying} s; the largest batch")
+            f"8 and 64 texts takes {takes(1)} s, one that verifies {takes(gamma + 1)} s; the "
+            "largest batch")
 
 
 @pytest.mark.parametrize("case", [

@@ -40,7 +40,8 @@ def test_no_bare_assert_reaches_a_student(task):
 @each_task
 def test_a_file_has_the_stub_and_no_solution(task, out):
     texts = {p.name: p.read_text(encoding="utf-8") for p in out.iterdir()}
-    text, everything = texts[file_name(task)], "".join(texts.values())
+    text = texts[file_name(task)]
+    everything = "".join(texts.values())
     for name in task.functions:
         ours, stub = (find(ast.parse(t), name) for t in (splice.source(task.module), text))
         assert splice.signature(ours) == splice.signature(stub) and splice.is_stub(stub)
@@ -104,9 +105,10 @@ def test_a_hollow_module_is_the_library_without_the_functions(task):
     ours, hollow = (ast.parse(text) for text in (
         splice.source(task.module), splice.hollow(task.module, task.functions)))
     for name in task.functions:
-        old, new = find(ours, name), find(hollow, name)
+        old = find(ours, name)
+        new = find(hollow, name)
         assert splice.signature(old) == splice.signature(new) and splice.is_stub(new)
-        old.body, new.body = [], []
+        old.body = new.body = []
     assert ast.unparse(ours) == ast.unparse(hollow)
 
 
@@ -143,7 +145,8 @@ def test_one_clear_line_for_each_kind_of_accident(out):
     put_answer(out, "8", "class Coins", "from torch import coins as torch\n\nclass Coins")
     put_answer(out, "10", "token = state.coins.choose(q)", "token = nothing")
     (out / file_name(choose("9"))).unlink()
-    before, (code, printed, _) = tree(out), graded(out, "--json")
+    before = tree(out)
+    code, printed, _ = graded(out, "--json")
     found = {verdict["number"]: verdict for verdict in json.loads(printed)}
     assert {n: v["status"] for n, v in found.items() if v["status"] != "to do"} == {
         1: "passed", 6: "failed", 8: "failed", 10: "failed"} and len(found) == len(TASKS)

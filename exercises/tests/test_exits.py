@@ -8,8 +8,8 @@ from itertools import accumulate
 import pytest
 import torch
 import torch.nn.functional as F
-from mistaken import Mistakes, learns
-from teach import compare, look, picture, promise, same_law, short
+from mistaken import learns
+from teach import Mistakes, compare, look, picture, promise, same_law, short
 from test_sampling import from_p
 from tiny import warm, wide
 

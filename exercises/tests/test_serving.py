@@ -4,8 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from mistaken import Mistakes
-from teach import compare, fail, look, picture, same_law
+from teach import Mistakes, compare, fail, look, picture, same_law
 from test_by_outcomes import SMALL, P, after, mixed, planted
 
 from exercises.serving import constrain, replay, ring_counterexample, ring_mask, ring_size

@@ -2,15 +2,15 @@
 tests/test_properties.py."""
 import pytest
 import torch
-from mistaken import Mistakes
-from teach import look, picture
+from teach import Mistakes, look, picture
 
 from model import visible
 
 ALONE = torch.eye(3, dtype=torch.bool)
 # the root with two children, the second of which has a child
 TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
-AT, SLOTS = [[2, 3, 3, 4]], [[2, 3, 4, 5]]
+AT = [[2, 3, 3, 4]]
+SLOTS = [[2, 3, 4, 5]]
 CASES = {   # positions, slots, end, tree, window, and what each token may read
     "behind a filled cache": ([[2, 3]], [[2, 3]], 5, None, None, "xxx.. xxxx."),
     "rows at different places": (
