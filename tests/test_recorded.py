@@ -271,7 +271,8 @@ def test_joined_blocks_are_the_blocks(family):
         for sublayers in range(12), [0, 1, 2, 3, 5, 6, 8, 9, 10, 11]:
             piece = Piece(tuple(sublayers), (3, 8), True)
             texts = []
-            whole = partial(piece.whole, program) if (width, end) == (4, 19) else piece
+            once = (width, end) == (4, 19) and len(sublayers) < 12
+            whole = partial(piece.whole, program) if once else piece
             for run in piece, partial(piece.joined, compiled), whole:
                 torch.manual_seed(width)
                 cache = KVCache(m.c, 2, 32, torch.float64)
