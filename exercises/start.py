@@ -1,11 +1,12 @@
-"""Write a student's folder: for each exercise a file with the stub and a picture of what is wanted;
-a README, and rules for coding assistants.
+"""Write a student's folder: for each exercise a file with the stub, a picture of what is wanted
+and, where it helps, a slow specification; a README, and rules for coding assistants.
 
     python exercises/start.py OUT
 
 The stubs are cut out of the library when this is run, and no solution is in the folder.
 """
 import argparse
+import inspect
 import shutil
 import sys
 from pathlib import Path
@@ -14,20 +15,25 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from exercises import splice  # noqa: E402
+from exercises.specs import SPECS  # noqa: E402
 from exercises.tasks import SITTINGS, TASKS, file_name  # noqa: E402
 
 
 def student_file(task, out):
     """The text of one file."""
+    spec = inspect.getsource(SPECS[task.name]) if task.name in SPECS else ""
     stubs = [splice.stub(task.module, name) for name in task.functions]
     lines = [f'"""Exercise {task.number}: {task.name}, of {task.module}. '
              f"Sitting {task.sitting}, about "
              f"{task.minutes} minutes, difficulty {task.stars} of 3.", "",
              task.text.replace("\\", "\\\\").rstrip(), "", "Grade it in the library's folder:",
              f"    python exercises/grade.py {out} {task.number}", '"""',
-             *splice.opening(task.module, "\n".join(stubs)), ""]
+             *splice.opening(task.module, "\n".join([*stubs, spec])), ""]
     for stub in stubs:
         lines += ["", stub]
+    if spec:
+        lines += ["", "# A slow and obvious specification, for you to run. It is no answer.", "",
+                  spec]
     return "\n".join(lines)
 
 

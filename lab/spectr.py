@@ -1,7 +1,8 @@
 """Several drafts for one place, drawn independently from q. How often can one of them be kept?
 
 `verify_tree` tries them in turn, each against what the one before left of p; k-SEQ (SpecTr, arXiv
-2310.15141) each against p / rho. `python -m lab.spectr`
+2310.15141) each against p / rho. Medusa's typical acceptance does not write p's law.
+`python -m lab.spectr`
 """
 from itertools import product
 
@@ -61,11 +62,26 @@ def chances(p, q, k):
                                                         for H in cuts)
 
 
+def typical(p, q, k, epsilon=0.09, delta=0.3):
+    """The law (V,) under typical acceptance (Medusa, arXiv 2401.10774; the constants of its code):
+    of k drafts the likeliest under p is kept if its p exceeds min(epsilon, delta exp(-H(p))); else
+    p's likeliest token is written. p, q (V,); ours is that the drafts are drawn from q."""
+    p, order = p.sort(descending=True, stable=True)
+    worse = (1 - q[order].cumsum(0)).clamp(min=0)    # (V,) q's mass of the less likely tokens
+    best = (worse + q[order]) ** k - worse**k    # how often a token is the likeliest draft
+    best[p <= min(epsilon, delta * float((-torch.special.entr(p).sum()).exp()))] = 0
+    best[0] += 1 - best.sum()
+    return torch.zeros_like(p).scatter(0, order, best)
+
+
 def main(argv=None):
-    print("| p and q | k | in turn | k-SEQ | optimum |", "|---" * 5 + "|", sep="\n")
+    print("| p and q | k | in turn | k-SEQ | optimum | typical: distance to p |", "|---" * 6 + "|",
+          sep="\n")
     for (name, pair), k in product(PAIRS.items(), (1, 2, 3)):
         p, q = torch.tensor(pair, dtype=torch.float64)
-        print(f"| {name} | {k} | {' | '.join(f'{chance:.3f}' for chance in chances(p, q, k))} |")
+        off = float((typical(p, q, k) - p).abs().sum() / 2)
+        print(f"| {name} | {k} | {' | '.join(f'{chance:.3f}' for chance in chances(p, q, k))} | "
+              f"{off:.3f} |")
 
 
 if __name__ == "__main__":

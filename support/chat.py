@@ -11,6 +11,7 @@ import jinja2.ext
 import jinja2.sandbox
 
 from files import read_json, read_text
+from sampling import check
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -64,3 +65,25 @@ def read_template(folder):
             raise ValueError(f"{folder}: the chat template fails: {why}") from None
 
     return render
+
+
+def own_settings(folder):
+    """The flags of generate.py for the sampling settings in a folder's generation_config.json; ""
+    if it names none, says not to sample, or cannot be used."""
+    path = Path(folder) / "generation_config.json"
+    if not path.is_file():
+        return ""
+    try:
+        named = read_json(path)
+        if named.get("do_sample") is False:
+            return ""
+        keys = "temperature", "top_k", "top_p", "min_p"
+        settings = {key: named[key] for key in keys if named.get(key)}
+        if settings.get("top_p") == 1:      # no cut
+            del settings["top_p"]
+        if settings:
+            settings = {"temperature": 1.0} | settings
+            check(**settings)
+    except (ValueError, TypeError):
+        return ""
+    return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in settings.items())

@@ -4,7 +4,7 @@ import sys
 import torch
 
 from machine import parallel
-from support import show, stats
+from support import chat, show, stats
 
 REPEATS = 3     # interleaved runs in --compare, after a warm-up of each
 
@@ -20,6 +20,9 @@ def of_run(options, model, plan, texts, seen):
     how = plan.note
     if plan.draft == "auto":
         how += f": {seen.timed.drafters[0].summary()}"
+    own_settings = ""
+    if options.temperature == 0:
+        own_settings = chat.own_settings(options.model)
     return {
         "outputs": outputs,
         **speed(n.tokens, seen.timed.reading, sum(seen.timed.seconds.values())),
@@ -39,6 +42,7 @@ def of_run(options, model, plan, texts, seen):
         "device": str(model.tok.device),
         "threads": torch.get_num_threads(),
         "seed": options.seed,
+        "own_settings": own_settings,
     }
 
 
@@ -76,6 +80,8 @@ def summary(r, seen):
     if show.colours(sys.stdout):
         names = [show.paint([(name, origin)]) for origin, (*_, name) in show.STYLES.items()]
         lines.insert(0, "  ".join(names))
+    if r["own_settings"]:
+        lines.append(f"this is greedy; the model's own settings: {r['own_settings']}")
     if "baseline" in r:
         lines.append(verdict(r))
     return "\n".join(lines)

@@ -29,6 +29,15 @@ TEMPLATES = {"brackets": """
 {% set ns = namespace(s='') %}{% for m in messages[::-1] %}
 {% if m.role == 'system' %}{% continue %}{% endif %}{% set ns.s = ns.s ~ m.content %}
 {% if m.role == 'user' %}{% break %}{% endif %}{% endfor %}{{ ns.s }}""",
+    "a switch for thinking": """
+{%- if tools %}{{- 'Tools' }}{%- endif %}
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
+{%- set content = m.content.split('</think>')[-1].lstrip('\n') %}
+{{- content + '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\n\n</think>\n\n' }}{%- endif %}
+{%- endif %}""",
     "macros and generation": """
 {% macro turn(role, text='') %}<{{ role | upper }}>{{ text }}{{ caller() if caller }}
 {% endmacro %}{% set x = 'out' %}{% for m in messages %}{% if m.role == 'assistant' %}
@@ -102,6 +111,21 @@ def test_templates_as_transformers_renders_them(folder, monkeypatch, name):
 def test_where_templates_and_special_tokens_stand(folder, files):
     ours, theirs, _ = both(folder(files), [ASK])
     assert ours == theirs
+
+
+@pytest.mark.parametrize("settings, flags", [
+    ({}, ""),
+    ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, "--temperature 0.6 --top-p 0.9"),
+    ({"top_k": 20, "top_p": 1.0, "min_p": 0.0}, "--temperature 1.0 --top-k 20"),
+    ({"do_sample": False, "temperature": 0.6}, ""), ({"temperature": "hot"}, ""),
+    ({"top_p": 7}, "")])
+def test_the_models_own_settings_are_offered(call, folder, settings, flags):
+    path = folder({"generation_config.json": settings, CONFIG: {"chat_template": "hi"}})
+    assert chat.own_settings(path) == flags
+    said = call("Hi", "--chat", "--model", path, "--max-new", "1")[1]
+    assert (f"own settings: {flags}" in said) == bool(flags)
+    assert "own settings" not in call("Hi", "--model", path, "--max-new", "1",
+                                      "--temperature", "1")[1]
 
 
 @pytest.mark.parametrize("template, why", [

@@ -7,12 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import tree
 
-from exercises import diagnose, splice, start
+from control import expected_tokens
+from exercises import diagnose, specs, splice, start
 from exercises.answers import original
 from exercises.cuts import find
 from exercises.tasks import TASKS, choose, file_name
+from sampling import Coins
+from search import climb
+from verification import verify
 
 ROOT = Path(__file__).parents[2]
 each_task = pytest.mark.parametrize("task", TASKS, ids=[task.name for task in TASKS])
@@ -57,6 +62,18 @@ def test_the_folder_is_never_written_over(out):
     with pytest.raises(FileExistsError, match="is not empty: nothing was written"):
         start.write(out)
     assert tree(out) == before
+
+
+def test_the_specifications_are_true():
+    p, q = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]]), torch.tensor([[0.2, 0.6, 0.2]])
+    assert specs.specification_of_verify(verify, p, q, Coins) == pytest.approx(
+        p[0].tolist(), abs=0.03)
+    assert specs.specification_of_expected_tokens(0.8, 5) == pytest.approx(
+        expected_tokens(0.8, 5), abs=0.05)
+    score, free = lambda z: z @ torch.tensor([1.0, -3.0, 2.0]).double(), lambda z: z.sum(-1) <= 1
+    (end, *_), _ = climb(score, torch.zeros(1, 3), free)
+    assert specs.specification_of_climb(score, end, free)
+    assert not specs.specification_of_climb(score, torch.zeros(3).double(), free)
 
 
 # --- an answer takes its place in the library

@@ -1,5 +1,6 @@
 """The linear program against what is known. Block verification is the optimum of a chain, siblings
-are a flow. What the page says. And SpecTr's k-SEQ by all its outcomes."""
+are a flow. What the page says. And SpecTr's k-SEQ and typical acceptance by all their
+outcomes."""
 from itertools import combinations_with_replacement
 from math import factorial
 from pathlib import Path
@@ -13,7 +14,7 @@ from tiny import command, law, wide
 
 from lab import optimal
 from lab.optimal import accepted, agreement, chain_rule, gain, largest, optimum, pair, rules
-from lab.spectr import PAIRS, chances, k_seq
+from lab.spectr import PAIRS, chances, k_seq, typical
 from methods.trees import verify_tree
 from verification import verify, verify_block
 
@@ -140,3 +141,26 @@ def test_the_optimum_is_the_largest_flow_from_sets_of_drafts_to_tokens(p, q, k):
         graph.add_edge(t, "text", capacity=float(p[t]))
     flow = networkx.maximum_flow_value(graph, "drafts", "text")
     assert chances(p, q, k)[2] == pytest.approx(flow, abs=1e-9)
+
+
+def test_typical_acceptance_by_hand():
+    """Of p = (.9, .06, .04) H is .39, so the bar is .09. One token passes, and it replaces the
+    others, too. Where all three pass, one draft writes q; of two, the likeliest token is among them
+    .64 of the time."""
+    assert typical(*map(wide, PAIRS["p is surer"]), 1).tolist() == pytest.approx([1, 0, 0])
+    for k, law_of_k in ((1, [0.4, 0.4, 0.2]), (2, [0.64, 0.32, 0.04])):
+        assert typical(*map(wide, PAIRS["alike"]), k).tolist() == pytest.approx(law_of_k)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("p, q", LAWS, ids=str)
+def test_typical_acceptance_by_all_outcomes(p, q, k):
+    bar = min(0.09, 0.3 * float(torch.exp(-torch.special.entr(p).sum())))
+
+    def once(coins):
+        passed = [t for t in drawn(q, k, coins)[0].tolist() if p[t] > bar]
+        return max(passed, key=lambda t: (p[t], -t), default=int(p.argmax()))
+
+    found = law(once)
+    assert typical(p, q, k).tolist() == pytest.approx([found.get(t, 0.0) for t in range(3)],
+                                                      abs=1e-12)
