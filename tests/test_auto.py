@@ -58,7 +58,7 @@ def test_auto_is_never_far_below_the_best(damp, T, monkeypatch):
             return sum(len(r.new[0]) for _, r in islice(steps, count))
 
         ways = {"plain": lambda: None, "auto": auto}
-        ways |= {g: lambda g=g: SelfDraft(m, early_exit(6, 1), g) for g in (1, 2, 4)}
+        ways |= {g: lambda g=g: SelfDraft(m, early_exit(6, 1), g) for g in (2, 4)}
         parts = [arm.alone(2) for arm in candidates(m, costs)]     # as support/drafts.py does
         m.rehearse(lambda: [written(drafter, 4) for drafter in (None, auto(), *parts)])
         found = {}
