@@ -271,9 +271,11 @@ class Transformer(nn.Module):
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """(B, T) ids -> (B, T, dim)."""
+        x = F.embedding(tokens, self.tok)
+        if self.c.embed_scale == 1:
+            return x
         # trap: the original rounds the scale to the type of the weights (59.75, not 59.87)
-        scale = torch.tensor(self.c.embed_scale, dtype=self.tok.dtype).item()
-        return F.embedding(tokens, self.tok) * scale
+        return x * torch.tensor(self.c.embed_scale, dtype=x.dtype).item()
 
     def attention_dtype(self):
         """The dtype of attention and of the cache. On the CPU half precision becomes float32,
