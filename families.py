@@ -153,6 +153,9 @@ def read_config(folder):
     with guarded(path):     # a value of an unexpected type fails somewhere below
         family = given.get("model_type")
         names = given.get("architectures")
+        if family is None:
+            raise ValueError("it has no model_type, which names the architecture, such as llama or "
+                             "gemma2")
         if family not in FAMILIES:
             raise ValueError(f"model_type {family!r} is not supported: need one of "
                              f"{', '.join(FAMILIES)}")
@@ -181,12 +184,15 @@ def read_eos(folder, given):
     Otherwise config.json does, which is `given`."""
     path = folder / "generation_config.json"
     settings = read_json(path) if path.is_file() else {}
-    eos = (given | settings).get("eos_token_id")
+    if "eos_token_id" not in settings:
+        path = folder / "config.json"
+        settings = given
+    eos = settings.get("eos_token_id")
     if eos is None:
         return ()
     eos = tuple(eos) if isinstance(eos, list) else (eos,)
     if not all(type(t) is int for t in eos):
-        raise ValueError(f"{folder}: eos_token_id must be a token id or a list of them, "
+        raise ValueError(f"{path}: eos_token_id must be a token id or a list of them, "
                          f"got {list(eos)}")
     return eos
 

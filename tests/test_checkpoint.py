@@ -103,7 +103,7 @@ def test_end_of_text_ids_come_in_every_form(first, tmp_path):
         assert checkpoint.read_config(tmp_path).eos == want
     for stored in ("</s>", [1, True], {"id": 1}):
         edit(tmp_path / first, eos_token_id=stored)
-        refused(tmp_path, f"{tmp_path}: eos_token_id")
+        refused(tmp_path, f"{first}: eos_token_id")
 
 
 @pytest.mark.parametrize("kind, more", [
@@ -152,7 +152,7 @@ def test_every_form_is_understood_as_by_transformers(family, name, tmp_path):
 
 REFUSED = [
     (LLAMA, dict(model_type="mistral"), "model_type 'mistral'"),
-    (LLAMA, dict(model_type=None), "model_type None"),
+    (LLAMA, dict(model_type=None), "no model_type"),
     (QWEN["qwen2"], dict(architectures=["Qwen2Model"]),
      "['Qwen2Model'] is not supported for model_type"),
     (LLAMA, dict(rope_parameters={"full_attention": {"rope_type": "default"}}), "by layer type"),
