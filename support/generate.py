@@ -5,10 +5,10 @@ The one thing to remember: it only consumes what `speculative.rounds` yields.
 """
 import json
 import sys
-from argparse import Namespace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import checkpoint
 import sampling
@@ -31,8 +31,8 @@ CLASHES = (     # flags that do not go together, and why
     ("exact", "tree", "--exact does not go with --tree"))
 
 
-class Options(Namespace):
-    """What the command line asks for, as `parser` fills it in."""
+class Options(SimpleNamespace):
+    """What the command line asks for, with an attribute for each flag of `parser`."""
 
     def sampling(self):
         """The settings of `to_probs`."""
@@ -85,7 +85,7 @@ def parser():
 
 def parse(argv):
     """The Options. Raises ValueError for flags that are wrong or do not go together."""
-    options = parser().parse_args(argv, Options())
+    options = Options(**vars(parser().parse_args(argv)))
     given = vars(options)
     if (options.prompt is None) == (options.prompt_file is None):
         raise ValueError("give one prompt, or a batch with --prompt-file")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from drafter import Draft, Drafter, Reuse, Rule
+from drafter import Draft, Drafter, Reuse, Rule, Wrapper
 from methods.trees import Tree
 from speculative import State
 
@@ -117,10 +117,7 @@ def drafter(text, model, gamma):
     if not isinstance(taps, tuple | list) or not all(tap in range(last + 1) for tap in taps):
         raise ValueError(f"{where}: taps must be a tuple of sub-layers from 0 to {last}, "
                          f"not {taps!r}")
-    found.begin = watched(text, found.begin)
-    found.propose = watched(text, found.propose, wrong_draft)
-    found.observe = watched(text, found.observe)
-    return found
+    return WatchedDrafter(text, found)
 
 
 def rule(text, gamma):
@@ -129,18 +126,47 @@ def rule(text, gamma):
     if not isinstance(vars(found).get("longest"), int):
         raise ValueError(f"{line_of(text, type(found))}: the rule has no whole number `longest`: "
                          "call super().__init__(gamma) in its __init__")
-    found.begin = watched(text, found.begin)
-    found.how_far = watched(text, found.how_far, wrong_length)
-    if inspect.isfunction(type(found).stop):    # neither None nor a property
-        found.stop = watched(text, found.stop, wrong_stop)
-    found.learn = watched(text, found.learn)
-    return found
+    return WatchedRule(text, found)
 
 
-def watched(text, method, wrong=lambda result, *args: None):
-    """A method of the reader's object, to stand in its place. Its own line is blamed for any error,
-    for changes of the state, and for what wrong(result, *args) says."""
-    things = method, type(method.__self__)
+class WatchedDrafter(Wrapper):
+    """Stands in for a reader's drafter, and watches each call."""
+
+    def __init__(self, text, found):
+        super().__init__(found)
+        self.begin = watched(text, found, found.begin)
+        self.propose = watched(text, found, found.propose, wrong_draft)
+        self.observe = watched(text, found, found.observe)
+
+
+class WatchedRule(Rule):
+    """Stands in for a reader's rule, and watches each call."""
+
+    def __init__(self, text, found):
+        self.text = text
+        self.found = found
+        self.begin = watched(text, found, found.begin)
+        self.how_far = watched(text, found, found.how_far, wrong_length)
+        self.learn = watched(text, found, found.learn)
+
+    @property
+    def longest(self):
+        return self.found.longest
+
+    @longest.setter
+    def longest(self, longest):
+        self.found.longest = longest
+
+    @property
+    def stop(self):
+        stop = self.found.stop
+        return stop and watched(self.text, self.found, stop, wrong_stop)
+
+
+def watched(text, found, method, wrong=lambda result, *args: None):
+    """What calls a method of the reader's object. Its own line is blamed for any error, for changes
+    of the state, and for what wrong(result, *args) says."""
+    things = method, type(found)
     calls = count()
 
     def call(*args):
