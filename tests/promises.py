@@ -1,8 +1,7 @@
 """What every drafter promises, whatever it drafts. Each promise is tested here once. A file of
-tests puts its own drafters, {name: model -> drafter}, or some `names` of them, to it:
-`test_poison = promises.poison(DRAFTERS)`. No text shows whether a drafter drafts *well*, so that is
-for the other tests.
-"""
+tests puts its own drafters, {name: model -> drafter}, or some `names` of them, to it: `test_poison
+= promises.poison(DRAFTERS)`. No text shows whether a drafter drafts *well*, so that is for the
+other tests. """
 import math
 from dataclasses import replace
 
