@@ -175,7 +175,7 @@ def check_tensors(files, model):
     have = {name: stored for name, stored in files.items() if not name.endswith(computed)}
     for name in sorted(want.keys() | have.keys()):
         if name not in have:
-            raise ValueError(f"tensor {name} is missing: is one of the files missing, too?")
+            raise ValueError(f"tensor {name} is missing: is one of the files also missing?")
         dtype = have[name].dtype
         shape = have[name].shape
         if dtype not in DTYPES:

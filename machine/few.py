@@ -70,7 +70,7 @@ class FewRows(StandIn):
         if not off <= tolerance(torch.bfloat16 if rough else x.dtype, len(subs)):
             self.struct = None
             self.output = None
-            files.note("rows", f"passes stay eager, because those of pass.cpp are off by {off:.2g}")
+            files.note("rows", f"passes stay eager, because pass.cpp is off by {off:.2g}")
 
     def block(self, i):
         """The Block of block i, or None if a matrix is of a kind that the loops do not know. The

@@ -42,8 +42,8 @@ class ExitDraft(Reader, SelfDraft):
     """Early exit with an adapter before the model's head, whose cache holds the text before D. The
     paper's second early exit is the rule `control.Confidence(0.6)`.
 
-    The bases are called in the order Reader, SelfDraft, Drafter. So `Reader.begin` and
-    `Reader.observe` extend those of SelfDraft, and SelfDraft's `propose` is the one that runs."""
+    The bases are called in the order Reader, HeadDraft, SelfDraft, Drafter. So the `begin` and
+    `observe` of Reader and HeadDraft extend what SelfDraft does, and SelfDraft's `propose` runs."""
 
     def __init__(self, head, rule):
         sublayers = early_exit(head.model.c.n_layers, head.price.trunk)

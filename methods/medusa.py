@@ -55,9 +55,9 @@ class Medusa(Head):
 class MedusaDraft(HeadDraft):
     """Drafts with one head per token, all of which read the same state.
 
-    `parents` is None for a chain, or those of a tree, level by level, as `methods.trees.best_tree`
-    makes them. All rows draft as many of its levels as the rule says for any row. Raises ValueError
-    for a rule that drafts more tokens than there are heads.
+    `parents` is None for a chain, or the parents of a tree, level by level, as
+    `methods.trees.best_tree` makes them. All rows draft as many of its levels as the rule says for
+    any row. Raises ValueError for a rule that drafts more tokens than there are heads.
     """
 
     def __init__(self, head, rule, parents=None):

@@ -153,8 +153,8 @@ def differ(case, got):
         return ", ".join(f"{key}: expected {want[key]}, got {got[key]}"
                          for key in want if got[key] != want[key])
     if got["off"] > EXACT:
-        return f"the text has another law: it is off by {got['off']:.4f}, in total variation"
-    return (f"the law of the text is right, but {got['accepted']:.4f} drafted tokens "
+        return f"the text has another distribution, off by {got['off']:.4f} in total variation"
+    return (f"the distribution of the text is right, but {got['accepted']:.4f} drafted tokens "
             f"are accepted on average, not {want['accepted']:.4f}")
 
 
@@ -181,9 +181,9 @@ def explain(cases, mistakes, found):
         return fitting
 
     if all_of_them := names(cases):
-        return [f"All answers are those of an engine in which {name}." for name in all_of_them]
+        return [f"An engine in which {name} gives all these answers." for name in all_of_them]
     first = [case for case in cases if found[case["case"]][1]][:1]
-    return [f"This answer is that of an engine in which {name}." for name in names(first)]
+    return [f"An engine in which {name} gives this answer." for name in names(first)]
 
 
 # --- an engine whose noise cannot be given: its texts are counted
@@ -238,14 +238,14 @@ def judge_texts(case, requests, answers, noise):
     texts = list(itertools.product(range(V), repeat=len(p)))
     counts = [written[text] for text in texts]
     if chi_squared(counts, [chance_of(text, p) for text in texts]) > SURE:
-        return "the text has another law: its counts are not those of p", False
+        return "the text has another distribution than p", False
     count = len(lengths)
     mean = sum(lengths) / count
     error = math.sqrt(sum((n - mean) ** 2 for n in lengths)) / count
     want = case["answer"]["accepted"]
     right = abs(mean - want) <= SURE * error + 1 / count
-    return (f"the law is right, {'and' if right else 'but'} {mean:.4f} drafted tokens are accepted "
-            f"on average, and ours {want:.4f}"), right
+    return (f"the distribution is right, {'and' if right else 'but'} {mean:.4f} drafted tokens are "
+            f"accepted on average, and ours {want:.4f}"), right
 
 
 def check_texts(command, cases, count, seconds):

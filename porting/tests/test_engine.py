@@ -131,8 +131,8 @@ def test_a_wrong_engine_is_named(number):
     cases = [case for case in CALLS if case["rule"] == seen[0]["rule"]]
     found = engine.judge(cases, replies(wrong_engine(file, *change), cases))
     said = [line.strip() for line in engine.report(cases, KIT["mistakes"], found)]
-    assert len(seen) >= 2 and sum(line.startswith("All answers are those") for line in said) == 1
-    assert f"All answers are those of an engine in which {mistake}." in said
+    assert len(seen) >= 2 and sum(line.endswith("gives all these answers.") for line in said) == 1
+    assert f"An engine in which {mistake} gives all these answers." in said
 
 
 def test_what_the_laws_forgive():
@@ -150,7 +150,7 @@ def test_what_the_laws_forgive():
     report, laws = said("drafts are tested token by token", "block")
     assert "but the law" not in report and "right, but 1.1111 drafted tokens" in str(laws)
     report, laws = said("every draft is accepted", "token")
-    assert "but the law" not in report and all("it is off by" in law for law in laws)
+    assert "but the law" not in report and all("distribution, off by" in law for law in laws)
 
 
 def test_the_example_in_the_text_is_an_engine(call, tmp_path):
@@ -198,13 +198,13 @@ def test_many_texts_tell_an_engine_with_its_own_noise():
         return lambda r: reply(r | {"uniforms": [noise.random() for _ in r["p"]]})
 
     right = said(with_own_noise(library_engine.answer))
-    assert all(good and "the law is right, and" in words for words, good in right)
+    assert all(good and "the distribution is right, and" in words for words, good in right)
     from_p = next(row for row in ENGINES if row[-1] == "the replacement is drawn from p")
     wrong = said(with_own_noise(wrong_engine(*from_p[:-1])))
-    assert sum("another law" in words for words, _ in wrong) >= 4
+    assert sum("another distribution" in words for words, _ in wrong) >= 4
     never = said(lambda r: {"accepted": 0,
                             "token": noise.choices(range(len(r["p"][0])), r["p"][0])[0]})
-    assert all("the law is right, but 0.0000 drafted tokens" in words for words, _ in never)
+    assert all("distribution is right, but 0.0000 drafted tokens" in words for words, _ in never)
 
 
 def test_the_worked_example_with_transformers(call, tmp_path):
@@ -216,7 +216,7 @@ def test_the_worked_example_with_transformers(call, tmp_path):
     for source, right in ((code, True), (code.replace(": K + 1]]).log()", ": K + 1]])"), False)):
         port.write_text(source)
         status, out, _ = call("--rule", "token", "--texts", 500, sys.executable, port)
-        assert status == int(not right) and ("another law" in out) == (not right), out
+        assert status == int(not right) and ("another distribution" in out) == (not right), out
 
 
 def script(body):
