@@ -1,67 +1,77 @@
-"""Why does drafting gain so little here? The line that another engine prints, explained.
+"""Why does drafting gain so little here? What another engine logged, explained.
 
-    python -m lab.doctor "Per-position acceptance rate: 0.600, 0.385, 0.215" --cost 0.02
+    python -m lab.doctor --cost 0.02 < server.log
     python -m lab.doctor --passes 1:8.47 2:13.49 3:15.64 5:20.67 8:28.13 < server.log
+    python -m lab.doctor "Per-position acceptance rate: 0.600, 0.385, 0.215" --gamma 3
     python -m lab.doctor --plain 7.07 --runs 2:2.10:4.37 3:2.29:4.29 4:2.39:4.48
 
-The first two forms read the rates by position that vLLM and llama.cpp log. A rate says how often
-the draft was accepted up to this position, so the rates fall, and 1 plus their sum is tau. In a log
-of many such lines the last one counts.
+The first forms read what llama.cpp, vLLM or SGLang logged; logs.py says which lines. A rate by
+position says how often the draft was accepted up to this position, so the rates fall, and 1 plus
+their sum is the mean length of a round that had a draft. Rounds without a draft bring one token, so
+tau, which is taken over all rounds, is smaller. A figure that needs more than the log holds is not
+printed, and a line says what is missing.
 
-The last form needs no rates. Each run is the draft length K, the mean acceptance length and the
+The last form needs no log. Each run is the draft length K, the mean acceptance length and the
 milliseconds per token, and --plain gives the milliseconds per token without a draft. Two runs are
 enough, because tau * time / plain is the cost of a round, and this is a straight line in K. Its
 slope is c, and it starts at v.
 
 c is the cost of a drafted token and v the cost of the target's pass over the draft, both relative
-to a pass over one token. In --passes the costs may have any unit.
+to a pass over one token. In --passes the costs may have any unit. With --plain, c is measured by
+the durations in a log of llama.cpp.
 """
-import re
+import math
 import sys
 from itertools import pairwise
 
 from control import Costs, expected_tokens, round_cost
+from lab import logs
 from support import cli
 
-TITLES = r"(?:per-position acceptance rate:|acceptance rate per position =|acc rate/pos =)"
-RATES = re.compile(TITLES + r"\s*\(?((?:[\d.]+[,\s]*)+)", re.I)
-MEAN = re.compile(r"mean (?:acceptance length|acc len)\s*[:=]\s*([\d.]+)", re.I)
 LONGEST = 16    # the longest draft that the break-even point is looked for with
 
 
 # --- reading
 
 
-def read_line(text):
-    """(rates by position, the mean acceptance length printed beside them or None)."""
-    lines = [line for line in text.splitlines() if RATES.search(line)]
-    if not lines:
-        raise ValueError("no acceptance rates found: paste the line of vLLM with 'Per-position "
-                         "acceptance rate:' or of llama.cpp with 'acceptance rate per position ='")
-    rates = [float(x) for x in re.findall(r"\d*\.?\d+", RATES.search(lines[-1])[1])]
-    if any(after > before for before, after in pairwise([1.0, *rates])):
-        raise ValueError("the rates must lie between 0 and 1 and fall from position to position: "
-                         "each counts the drafts that were accepted up to there")
-    mean = MEAN.search(lines[-1])
-    return rates, mean and float(mean[1])
+def not_negative(text):
+    value = float(text)
+    if not 0 <= value < math.inf:   # false for nan, too
+        raise ValueError
+    return value
+
+
+def positive(text):
+    value = not_negative(text)
+    if value == 0:
+        raise ValueError
+    return value
+
+
+def whole(text):
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
 
 
 def pair(text):
     width, cost = text.split(":")
-    return int(width), float(cost)
+    return whole(width), positive(cost)
 
 
 def triple(text):
     length, tau, ms = text.split(":")
-    return int(length), float(tau), float(ms)
+    return whole(length), positive(tau), positive(ms)
 
 
 def passes_of(pairs):
     """The cost of a pass over T tokens as a function of T. pairs: [(width, cost in any unit)]"""
     pairs = sorted(pairs)
-    if pairs[0][0] != 1 or min(cost for _, cost in pairs) <= 0:
-        raise ValueError("--passes needs the cost of a pass over one token (1:...), and no cost "
-                         "may be 0 or less")
+    widths = [width for width, _ in pairs]
+    if widths[0] != 1 or len(set(widths)) < len(widths):
+        raise ValueError("--passes needs the cost of a pass over one token (1:...), and each width "
+                         "once")
     one = pairs[0][1]
     return Costs((), 1.0, tuple((width, cost / one) for width, cost in pairs)).pass_cost
 
@@ -77,12 +87,20 @@ def fitted(runs, plain):
     lengths = [length for length, _, _ in runs]
     if len(set(lengths)) < 2:
         raise ValueError("--runs needs at least two runs with different draft lengths")
+    if min(tau for _, tau, _ in runs) < 1:
+        raise ValueError("--runs needs mean acceptance lengths of at least 1, because a length "
+                         "counts the token after the accepted ones")
     rounds = [tau * ms / plain for _, tau, ms in runs]
     middle = sum(lengths) / len(runs)
     mean = sum(rounds) / len(runs)
     spread = sum((K - middle) ** 2 for K in lengths)
     c = sum((K - middle) * cost for K, cost in zip(lengths, rounds, strict=True)) / spread
-    return c, mean - c * middle
+    c = max(c, 0.0)     # a fitted line may fall by chance
+    v = mean - c * middle
+    if v <= 0:
+        raise ValueError("these --runs make a pass over the draft cost less than nothing: is "
+                         "--plain in the same unit?")
+    return c, v
 
 
 def rates_of(runs):
@@ -96,7 +114,7 @@ def rates_of(runs):
     reach = 1.0
     for length, longer, _ in sorted(runs):
         K = length - len(rates)
-        target = (longer - tau) / reach
+        target = (longer - tau) / reach if reach else 0.0
         alpha = smallest(lambda a, K=K, target=target: expected_tokens(a, K) - 1 >= target)
         rates += [reach * alpha ** k for k in range(1, K + 1)]
         reach = rates[-1]
@@ -129,16 +147,27 @@ def alphas(rates):
     return [after / before if before else None for before, after in pairwise([1.0, *rates])]
 
 
-def best(alpha, cost, pass_cost):
+def over_rounds(share, tau, price):
+    """(tau, price) of all rounds if a share of them has a draft. The others bring one token for a
+    pass over one.
+
+    >>> over_rounds(0.5, 3.0, 1.5)
+    (2.0, 1.25)
+    """
+    return 1 + share * (tau - 1), 1 + share * (price - 1)
+
+
+def best(alpha, cost, pass_cost, share=1.0):
     """(K, speed-up) of the best draft length, 0 if none gains. alpha is given by
     position, and None counts as 0."""
     gains = [1.0]
-    tau = 1.0
+    longer = 1.0
     reach = 1.0
     for K, a in enumerate(alpha, 1):
         reach *= a or 0.0
-        tau += reach
-        gains.append(tau / round_cost(K, cost, pass_cost(K + 1)))
+        longer += reach
+        tau, price = over_rounds(share, longer, round_cost(K, cost, pass_cost(K + 1)))
+        gains.append(tau / price)
     K = max(range(len(gains)), key=gains.__getitem__)
     return K, gains[K]
 
@@ -156,18 +185,18 @@ def break_even(cost, pass_cost):
     return smallest(gains) if gains(1.0) else None
 
 
-def halved(alpha, cost, pass_cost):
+def halved(alpha, cost, pass_cost, share=1.0):
     """{what limits the gain: the best speed-up with half of it}. Half as many rejections, half the
     price of a drafted token, and half of what a block costs more than a single token."""
     surer = [(1 + (a or 0.0)) / 2 for a in alpha]
-    return {"alpha": best(surer, cost, pass_cost)[1],
-            "c": best(alpha, cost / 2, pass_cost)[1],
-            "v": best(alpha, cost, lambda T: (1 + pass_cost(T)) / 2)[1]}
+    return {"alpha": best(surer, cost, pass_cost, share)[1],
+            "c": best(alpha, cost / 2, pass_cost, share)[1],
+            "v": best(alpha, cost, lambda T: (1 + pass_cost(T)) / 2, share)[1]}
 
 
-def limit(alpha, cost, pass_cost):
+def limit(alpha, cost, pass_cost, share=1.0):
     """Which of "alpha", "c" and "v" brings most if it is halved."""
-    gains = halved(alpha, cost, pass_cost)
+    gains = halved(alpha, cost, pass_cost, share)
     return max(gains, key=gains.get)
 
 
@@ -175,62 +204,179 @@ WORDS = {"alpha": "half as many rejections", "c": "drafted tokens at half their 
          "v": "blocks at half of what they cost more than one token"}
 
 
-def report(rates, cost, pass_cost):
-    """The lines that are printed."""
-    alpha = alphas(rates)
+# --- what is printed
+
+
+def counted(log):
+    """The line that says what the log holds."""
+    length = log.length()
+    drafts = "" if length is None else f" of {length:.1f} tokens on average"
+    if log.rounds is None:
+        return (f"{log.name}: drafts{drafts}. The log does not count the rounds without a draft, "
+                "so these figures are for rounds with one.")
+    return f"{log.name}: {100 * log.share():.1f} % of the rounds had a draft{drafts}."
+
+
+def as_logged(log, cost, pass_cost):
+    """(tokens, passes) per round of the run that was logged. passes is None if the lengths of its
+    drafts are not known."""
+    tau = 1 + log.accepted / log.drafts
+    length = log.length()
+    if length is None:
+        return over_rounds(log.share(), tau, 1.0)[0], None
+    low = int(length)
+    v = pass_cost(low + 1)
+    v += (length - low) * (pass_cost(low + 2) - v)
+    return over_rounds(log.share(), tau, round_cost(length, cost, v))
+
+
+def table(log, cost, pass_cost):
+    """A line for each position. What a draft of K tokens costs is known if all drafts were equally
+    long, or for K = 1; the last line is the run that was logged."""
     lines = ["position  accepted  alpha    tau  round  speed-up"]
-    for K, rate in enumerate(rates, 1):
-        tau = 1 + sum(rates[:K])
-        price = round_cost(K, cost, pass_cost(K + 1))
-        shown = "    -" if alpha[K - 1] is None else f"{alpha[K - 1]:5.2f}"
-        lines.append(f"{K:8}  {rate:8.3f}  {shown}  {tau:5.3f}  {price:5.2f}  {tau / price:8.2f}")
-    K, gain = best(alpha, cost, pass_cost)
-    tau = 1 + sum(rates)
+    equal = log.equally_long()
+    last = len(log.rates)
+    for K, (rate, alpha) in enumerate(zip(log.rates, alphas(log.rates), strict=True), 1):
+        known = equal or K == 1
+        price = round_cost(K, cost, pass_cost(K + 1)) if known else math.nan
+        tau, price = over_rounds(log.share(), 1 + sum(log.rates[:K]), price)
+        if not equal and K == last and log.length():
+            tau, price = as_logged(log, cost, pass_cost)
+        if alpha is None or not known:
+            alpha = math.nan
+        lines.append(f"{K:8}  {rate:8.3f}  {alpha:5.2f}  {tau:5.3f}  {price:5.2f}  "
+                     f"{tau / price:8.2f}".replace("nan", "  -"))
+    return lines
+
+
+def advice(log, cost, pass_cost):
+    """The best draft length and what limits the gain, for drafts that were equally long."""
+    rates = log.rates
+    alpha = alphas(rates)
+    K, gain = best(alpha, cost, pass_cost, log.share())
     if K:
-        lines.append(f"Best K: {K}. It brings {1 + sum(rates[:K]):.3f} of the {tau:.3f} tokens per "
-                     f"round that K {len(rates)} brings, and {gain:.2f} times plain decoding.")
+        some, every = (over_rounds(log.share(), 1 + sum(rates[:k]), 1.0)[0]
+                       for k in (K, len(rates)))
+        lines = [f"Best K: {K}. It brings {some:.3f} of the {every:.3f} tokens per round that K "
+                 f"{len(rates)} brings, and {gain:.2f} times plain decoding."]
     else:
-        lines.append("Best K: 0. At these costs no draft gains.")
-    if K and K == len(rates):
+        lines = ["Best K: 0. At these costs no draft gains."]
+    if K and K == len(rates) == round(log.length()):
         lines.append(f"Longer drafts than {K} were not measured and may be better.")
+    gains = halved(alpha, cost, pass_cost, log.share())
+    first = limit(alpha, cost, pass_cost, log.share())
+    promised = "; ".join(f"{WORDS[name]} {gains[name]:.2f}" for name in gains)
+    lines.append(f"The limit is {first}. The best speed-up would be with {promised}.")
+    return lines
+
+
+def missing(log):
+    """Why there is no advice."""
+    if not log.rates:
+        return ("The log holds no rates by position, so the best K is not known. With runs of "
+                "different draft lengths --runs finds it.")
+    if log.length() is None:
+        return (f"The log does not say how long the drafts were: if each had {len(log.rates)} "
+                f"tokens, add --gamma {len(log.rates)}.")
+    return (f"Some drafts were shorter than others, {log.length():.1f} tokens on average. The log "
+            "does not say how many reached each position, so alpha beyond the first one and the "
+            "best K are not known.")
+
+
+def report(log, cost, pass_cost):
+    """The lines about one drafter."""
+    if not log.drafts:
+        return [f"{log.name}: no drafts."]
+    lines = [counted(log)] if log.name else []
+    if log.rates:
+        lines += table(log, cost, pass_cost)
+    tau, price = as_logged(log, cost, pass_cost)
+    if price is None:
+        lines.append(f"As logged: {tau:.3f} tokens per round.")
+    else:
+        lines.append(f"As logged: {tau:.3f} tokens per round, which costs {price:.2f} passes: "
+                     f"{tau / price:.2f} times plain decoding.")
+    if log.mean is not None and log.rates and abs(log.mean - 1 - sum(log.rates)) > 0.02:
+        lines.append(f"It prints a mean length of {log.mean:.2f}, but its rates add up to "
+                     f"{1 + sum(log.rates):.2f}: the table takes the rates.")
+    if log.rates and log.equally_long():
+        lines += advice(log, cost, pass_cost)
+    else:
+        lines.append(missing(log))
     even = break_even(cost, pass_cost)
     lines.append("No alpha breaks even: the passes cost too much." if even is None else
                  f"Break-even: drafting gains where alpha exceeds {even:.2f}.")
-    gains = halved(alpha, cost, pass_cost)
-    first = limit(alpha, cost, pass_cost)
-    told = "; ".join(f"{WORDS[name]} {gains[name]:.2f}" for name in gains)
-    lines.append(f"The limit is {first}. The best speed-up would be with {told}.")
     return lines
+
+
+def together(found, costs, pass_cost):
+    """The line about several drafters, each called where those before it had no draft; None if one
+    lacks a count."""
+    if any(log.rounds is None or log.length() is None for log in found if log.drafts):
+        return None
+    rounds = max(log.rounds or 0 for log in found)
+    tau = 1.0
+    price = 1.0
+    for log, cost in zip(found, costs, strict=True):
+        if log.drafts:
+            its_tau, its_price = as_logged(log, cost, pass_cost)
+            tau += (its_tau - 1) * log.rounds / rounds
+            price += (its_price - 1) * log.rounds / rounds
+    return (f"All drafters: {tau:.3f} tokens per round, which costs {price:.2f} passes: "
+            f"{tau / price:.2f} times plain decoding.")
+
+
+def cost_of(log, a):
+    """c, as measured by the log's durations or as --cost gives it."""
+    if a.plain is None:
+        return a.cost
+    if not (log.ms and log.drafted):
+        raise ValueError(f"--plain without --runs needs a log with durations, but {log.name} has "
+                         "none: give --cost")
+    return log.ms / log.drafted / a.plain
+
+
+def read_log(a):
+    """The Drafts of what the command line gives."""
+    found = logs.read(cli.read_input() if a.line is None else a.line)
+    for log in found:
+        if log.drafted is None and a.gamma:
+            log.drafted = a.gamma * log.drafts
+    return found
 
 
 def run(argv):
     p = cli.Parser(description="What the acceptance rates of another engine mean.",
                    allow_abbrev=False)
     p.add_argument("line", nargs="?", metavar="LINE",
-                   help="what it printed (default: standard input)")
-    p.add_argument("--cost", type=float, default=0.0, metavar="C",
+                   help="what it logged (default: standard input)")
+    p.add_argument("--cost", type=not_negative, default=0.0, metavar="C",
                    help="of a drafted token, in target passes over one token (default 0)")
     p.add_argument("--passes", type=pair, nargs="+", default=[(1, 1.0)], metavar="WIDTH:COST",
                    help="of the target's passes, in any unit (default: all cost the same)")
-    p.add_argument("--plain", type=float, metavar="MS",
-                   help="per token without a draft, for --runs")
+    p.add_argument("--gamma", type=whole, metavar="K",
+                   help="tokens in each draft, where the log does not say")
+    p.add_argument("--plain", type=positive, metavar="MS",
+                   help="per token without a draft, for --runs or a log with durations")
     p.add_argument("--runs", type=triple, nargs="+", metavar="K:TAU:MS",
                    help="draft length, mean acceptance length, milliseconds per token")
     a = p.parse_args(argv)
-    if (a.plain is None) != (a.runs is None):
-        raise ValueError("--runs and --plain belong together")
-    if a.cost < 0 or a.plain is not None and a.plain <= 0:
-        raise ValueError("--cost must not be negative, and --plain must be positive")
     if a.runs:
+        if a.plain is None:
+            raise ValueError("--runs and --plain belong together")
         cost, v = fitted(a.runs, a.plain)
         print(f"c {cost:.3f}, v {v:.3f}: fitted to {len(a.runs)} runs")
-        print(*report(rates_of(a.runs), cost, lambda T: v if T > 1 else 1.0), sep="\n")
+        rates = tuple(rates_of(a.runs))
+        longest = logs.Drafts("", 1.0, sum(rates), len(rates), 1.0, rates)
+        print(*report(longest, cost, lambda T: v if T > 1 else 1.0), sep="\n")
         return
-    rates, mean = read_line(cli.read_input() if a.line is None else a.line)
-    if mean is not None and abs(mean - 1 - sum(rates)) > 0.02:
-        print(f"The line prints a mean length of {mean:.2f}, but its rates add up to "
-              f"{1 + sum(rates):.2f}: what follows takes the rates.")
-    print(*report(rates, a.cost, passes_of(a.passes)), sep="\n")
+    pass_cost = passes_of(a.passes)
+    found = read_log(a)
+    costs = [cost_of(log, a) for log in found]
+    for log, cost in zip(found, costs, strict=True):
+        print(*report(log, cost, pass_cost), sep="\n", end="\n\n")
+    if len(found) > 1 and (line := together(found, costs, pass_cost)):
+        print(line)
 
 
 def main(argv=None):
