@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from kvcache import KVCache, pick, prefill
+from kvcache import KVCache, pick
 from model import SPARE, Placement, Transformer
 
 
@@ -94,6 +95,7 @@ class Drafter:
     `Round.trace` holds the outputs for a round.
     """
     taps: tuple[int, ...] = ()
+    follower: Follower | None = None    # its own cache of the text, if it has one
 
     def __init__(self, rule: Rule | int = 0):
         self.rule = rule if isinstance(rule, Rule) else Rule(rule)
@@ -139,6 +141,7 @@ def wanted(state, rule: Rule) -> list[int]:
     return [min(gamma, room) for gamma, room in zip(gammas, state.room, strict=True)]
 
 
+@torch.inference_mode()     # as in the loop, so that `propose` can also be called by hand
 def chain(state, step, rule):
     """Draw a chain of tokens one by one, as every drafter with a model does. Returns a Draft.
 
@@ -222,14 +225,57 @@ class NGram(Drafter):
         return Draft(tokens, None, state.send([len(hit) for hit in hits]))
 
 
+class Follower:
+    """A drafter's own cache, which follows the text. The first filled[b] slots of row b agree with
+    the text; what stands after them is dead, and is overwritten before it is read.
+
+    It follows the text up to the offset `stop`, counted as in `State.span`: 1 includes the last
+    known token D, 0 does not. Reading a token again only rewrites the same keys and values, so all
+    rows read as many tokens as the row that is furthest behind.
+    """
+
+    def __init__(self, model, state, stop, sublayers=None):
+        self.model = model
+        self.state = state
+        self.stop = stop
+        self.sublayers = sublayers
+        dtype = model.attention_dtype()
+        self.cache = KVCache(model.c, *state.tokens.shape, dtype, state.tokens.device)
+        self.filled = [0] * len(state.known)
+
+    @property
+    def unread(self):
+        """How many tokens the row that is furthest behind has not read."""
+        return self.missing(self.state)
+
+    def missing(self, state):
+        rows = zip(state.lengths, self.filled, strict=True)
+        return max(n - 1 + self.stop - filled for n, filled in rows)
+
+    def catch_up(self, state, inputs, least=1):
+        """Read inputs(slots) (B, T, dim) of all that is unread, at least `least` tokens. Returns x
+        at each row's last token (B, 1, dim), or None if no text has a token before `stop`."""
+        stop = self.stop
+        T = min(max(state.lengths) - 1 + stop, max(least, self.missing(state)))
+        width = self.model.widest
+        if not any(self.filled):    # a prompt
+            width = self.model.chunk
+        x = None
+        for first in range(stop - T, stop, width):
+            end = min(first + width, stop)
+            at, last = state.back(end - first, end)
+            x = self.model.run(inputs(at.slots), at, self.cache, self.sublayers)
+        self.filled = [n - 1 + stop for n in state.lengths]
+        return None if x is None else pick(x, last.clamp(min=0))
+
+
 class ModelDraft(Drafter):
     """Draft with a smaller model of the same vocabulary, or with some sub-layers of one. It has its
     own cache (Leviathan et al. 2023).
 
     Before each draft it reads the tokens it has not read yet, at least the last two known ones.
     After a fully accepted draft two are missing, the last drafted token and the bonus token.
-    Otherwise one is. Reading a token again only rewrites the same keys and values, so both cases
-    share this code.
+    Otherwise one is.
     """
 
     def __init__(self, model: Transformer, rule: Rule | int,
@@ -237,8 +283,6 @@ class ModelDraft(Drafter):
         super().__init__(rule)
         self.model = model
         self.sublayers = sublayers
-        self.held = [0]     # of each row: how many slots agree with the text
-        self.unread = 1     # tokens that it reads before it drafts the first one
 
     def begin(self, state, trace):
         super().begin(state, trace)
@@ -251,31 +295,25 @@ class ModelDraft(Drafter):
         if c.max_len < needed:
             raise ValueError(f"the draft model's context is {c.max_len}, but prompt and answer "
                              f"need {needed}")
-        dtype = self.model.attention_dtype()
-        self.cache = KVCache(c, *state.tokens.shape, dtype, state.tokens.device)
-        prompts = state.tokens[:, : max(state.lengths)]
-        prefill(self.model, prompts, self.cache, sublayers=self.sublayers)
-        self.held = state.lengths
-        self.unread = 1
+        self.follower = Follower(self.model, state, 1, self.sublayers)
+        self.follower.catch_up(state, partial(self.embed, state))
 
-    def run(self, tokens, at):
-        return self.model.run(self.model.embed(tokens), at, self.cache, self.sublayers)
+    def embed(self, state, slots):
+        return self.model.embed(state.read(slots.expand(len(state.known), -1)))
 
     def propose(self, state):
-        lengths = state.lengths
-        unread = [n - held for n, held in zip(lengths, self.held, strict=True)]
-        T = min(max(lengths), max(2, *unread))
+        m = self.model
 
         def step(token, k):
-            if k > 0:
-                return self.model.unembed(self.run(token, state.span(k, k + 1)))
-            at, last = state.back(T, 1)
-            return self.model.unembed(pick(self.run(state.read(at.slots), at), last))
+            if k == 0:
+                return m.unembed(self.follower.catch_up(state, partial(self.embed, state), least=2))
+            x = m.run(m.embed(token), state.span(k, k + 1), self.follower.cache, self.sublayers)
+            return m.unembed(x)
 
         draft = chain(state, step, self.rule)
         K = draft.tokens.shape[1]
         if K > 0:   # all but the last drafted token are read; `observe` drops the rejected ones
-            self.held = [n + K - 1 for n in lengths]
+            self.follower.filled = [n + K - 1 for n in state.lengths]
         return draft
 
     def observe(self, state, r):
@@ -284,6 +322,4 @@ class ModelDraft(Drafter):
         # its draft. The last accepted token may be a sibling, which this drafter has not read.
         rows = zip(state.known, r.new, r.accepted.tolist(), strict=True)
         agree = [len(text) - len(new) + kept - 1 for text, new, kept in rows]
-        self.held = list(map(min, self.held, agree))
-        missing = (len(text) - n for text, n in zip(state.known, self.held, strict=True))
-        self.unread = max(missing)
+        self.follower.filled = list(map(min, self.follower.filled, agree))

@@ -28,7 +28,7 @@ class TransferDraft(MedusaDraft):
         head = self.head
         N = max(1, min(head.steps, max(state.room)))
         if head.shape["inject_layer"] > 0:
-            x = super().last(state)                                             # (B, 1, dim)
+            x = self.notes.last(state)                                           # (B, 1, dim)
         else:
             x = head.model.embed(state.read((state.n[:, None] - 2).clamp(min=0)))
         rows = head.spread(x)[:, 0, :N]                                         # (B, N, dim)

@@ -8,7 +8,6 @@ from functools import lru_cache
 from control import MOST, expected_tokens
 from drafter import Drafter, ModelDraft, Rule
 from layerskip import SelfDraft, early_exit
-from methods.base import Reader
 from methods.counts import Beta, outcomes
 from methods.heads import pricing, shorter
 from methods.standin import ShortHead
@@ -109,7 +108,8 @@ def with_reading(drafting, drafter, each, once, costs):
     """The `drafting` of an Arm whose drafter first reads what was written since it last drafted.
     Its pass over one of these tokens costs `each`, of which `drafting` contains all but `once`."""
     def cost(n, g):
-        unread = costs.pass_cost(max(1, drafter.unread), len(drafter.held))
+        follower = drafter.follower
+        unread = costs.pass_cost(max(1, follower.unread), len(follower.filled)) if follower else 1.0
         return each * (unread - 1) + once * (g > 0) + drafting(n, g)
 
     return cost
@@ -134,7 +134,7 @@ def head_draft(head, costs, vocab=None):
         rule = Calibrated(gamma=longest, prior=head.ranks[0], tests=PRIOR)
     drafter = head.drafter(rule)
     drafting = by_token(pricing(head, costs))
-    if isinstance(drafter, Reader):
+    if head.price.reads:
         # an adapter reads one token even if it missed none; EAGLE's block drafts with that one
         each = sum(costs.sublayers[: 1 if head.price.trunk else 2]) / costs.whole
         drafting = with_reading(drafting, drafter, each, each * (head.price.trunk > 0), costs)

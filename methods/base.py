@@ -14,10 +14,9 @@ import torch.nn.functional as F
 
 from control import MOST
 from drafter import Drafter
-from kvcache import KVCache, pick
 from layerskip import same_model
 from methods.trees import Siblings
-from model import Placement, Transformer
+from model import Transformer
 
 
 def unit(x):
@@ -104,90 +103,53 @@ class Head:
 # --- drafting
 
 
-class HeadDraft(Drafter):
-    """The drafter of a head. It notes the target's states of all tokens that the target has run,
-    even in rounds in which another drafter drafts:
+class Notes:
+    """The target's states of all tokens that it has run, which a head drafts from. They are noted
+    in every round, also where another drafter drafts.
 
         slot      0  1  2  3  4  5  6
         token     a  b  c  d  e  f  g       g is the last known token, which the target has not run
-        noted     a  b  c  d  e  f  .       the target's state of each (a slot later if late = 1)
+        noted     a  b  c  d  e  f  .       the target's state of each
     """
-    late = 0    # how many places after its token a state is read
 
-    def __init__(self, head, *args):
-        super().__init__(*args)
+    def __init__(self, head, state, trace):
+        same_model(head.model, state)
         self.head = head
-        self.taps = head.taps
-
-    def begin(self, state, trace):
-        same_model(self.head.model, state)
-        super().begin(state, trace)
-        x = self.head.state(trace)                                              # (B, T, taps * dim)
+        x = head.state(trace)                                                   # (B, T, taps * dim)
         B, T, dim = x.shape
         self.rows = torch.arange(B, device=x.device)[:, None]                   # (B, 1)
         self.noted = x.new_zeros(B, state.tokens.shape[1], dim)                 # (B, S, taps * dim)
-        self.noted[:, self.late : self.late + T] = x
+        self.noted[:, :T] = x
 
     def observe(self, state, r):
-        super().observe(state, r)
         x = self.head.state(r.trace)  # (B, K+1, taps * dim)
         # trap: within `Then`, r.accepted counts only this drafter's part
         lengths = state.send([len(row) for row in r.new])
-        offsets = torch.arange(x.shape[1], device=x.device) + self.late
-        slots = state.positions(offsets - lengths[:, None])
+        slots = state.positions(torch.arange(x.shape[1], device=x.device) - lengths[:, None])
         self.noted[self.rows, slots] = x    # `scatter_` takes eight times as long
+
+    def at(self, slots):
+        """The states at `slots` (B or 1, T). (B, T, taps * dim)"""
+        return self.noted[self.rows, slots.clamp(min=0)]
 
     def last(self, state):
         """The state of each row's last token read. (B, 1, taps * dim)"""
         # a prompt of one token has no token before D: its first draft uses D's own state
-        return pick(self.noted, (state.n[:, None] - 2).clamp(min=0))
+        return self.at(state.n[:, None] - 2)
 
 
-class Reader(HeadDraft):
-    """A HeadDraft with its own block, whose cache holds the text and, while it drafts, its draft.
+class HeadDraft(Drafter):
+    """The drafter of a head, with Notes of the target's states."""
 
-    The block reads the noted states before its own next draft. In the picture above, after two
-    rounds of other drafters, it holds the slots of a, b and c, and d, e and f are unread. In a
-    batch, all rows re-read as many tokens as the row that is furthest behind, because reading a
-    token again is harmless. What a rejected draft left in the cache is overwritten before it is
-    read.
-    """
-
-    def __init__(self, head, *args):
-        super().__init__(head, *args)
-        self.own = head.own
-        self.unread = 0
-        self.held = [0]     # of each row: how many slots of the cache agree with the text
-        self.widest = self.own.widest
+    def __init__(self, head, rule):
+        super().__init__(rule)
+        self.head = head
+        self.taps = head.taps
 
     def begin(self, state, trace):
         super().begin(state, trace)
-        device = self.noted.device
-        self.cache = KVCache(self.own.c, *state.tokens.shape, self.own.attention_dtype(), device)
-        T = max(state.lengths)
-        chunk = self.own.chunk
-        for first in range(0, T, chunk):
-            at = Placement.span(first, min(first + chunk, T), device)
-            self.own.run(self.inputs(state, at.slots), at, self.cache, [0])
-        self.held = [n - 1 for n in state.lengths]
-        self.unread = self.late
+        self.notes = Notes(self.head, state, trace)
 
     def observe(self, state, r):
         super().observe(state, r)
-        missing = [n - held for n, held in zip(state.lengths, self.held, strict=True)]
-        self.unread = self.late - 1 + max(missing)
-
-    def inputs(self, state, slots):
-        """What was noted at `slots` (B or 1, T), which the block reads. (B, T, taps * dim)"""
-        return self.noted[self.rows, slots]
-
-    def catch_up(self, state, sublayers=None):
-        """Read what is unread, at least one token. Returns the block's output at each row's last
-        token. (B, 1, dim)"""
-        for start in range(self.late - self.unread, self.late, self.widest):
-            stop = min(start + self.widest, self.late)
-            at, last = state.back(stop - start, stop)
-            x = self.own.run(self.inputs(state, at.slots), at, self.cache, sublayers)
-        self.held = [n - 1 + self.late for n in state.lengths]
-        self.unread = 0
-        return pick(x, last)
+        self.notes.observe(state, r)

@@ -1,10 +1,12 @@
 """EAGLE (arXiv 2401.15077). One block drafts from the model's final states, token after token."""
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from drafter import chain
-from methods.base import Head, Price, Reader, graft, unit
+from drafter import Follower, chain
+from methods.base import Head, HeadDraft, Price, graft, unit
 from model import Placement
 
 
@@ -71,21 +73,30 @@ class Eagle(Head):
         return EagleDraft(self, rule)
 
 
-class EagleDraft(Reader):
-    """The drafter of an Eagle. It reads D last, together with all unread tokens."""
-    late = 1
+class EagleDraft(HeadDraft):
+    """The drafter of an Eagle. Its block reads D last, together with all that it has not read."""
+
+    def begin(self, state, trace):
+        super().begin(state, trace)
+        self.follower = Follower(self.head.own, state, 1)
+        self.follower.catch_up(state, partial(self.inputs, state))
 
     def inputs(self, state, slots):
-        tokens = state.read(slots.expand(len(self.noted), -1))
-        return self.head.join(tokens, super().inputs(state, slots))
+        """The tokens at `slots` (B or 1, T), each with the target's state of the one before it.
+        (B, T, dim)"""
+        tokens = state.read(slots.expand(len(state.known), -1))
+        before = self.notes.at(slots - 1) * (slots > 0)[..., None]
+        return self.head.join(tokens, before)
 
     def propose(self, state):
+        own = self.head.own
+
         def step(token, k):
             if k == 0:
-                self.said = self.catch_up(state)
+                self.said = self.follower.catch_up(state, partial(self.inputs, state))
             else:
                 x = self.head.join(token, self.said)
-                self.said = self.own.run(x, state.span(k, k + 1), self.cache)
-            return self.own.unembed(self.said)                                  # (B, 1, V)
+                self.said = own.run(x, state.span(k, k + 1), self.follower.cache)
+            return own.unembed(self.said)                                       # (B, 1, V)
 
         return chain(state, step, self.rule)

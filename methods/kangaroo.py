@@ -1,7 +1,8 @@
 """Kangaroo (arXiv 2404.18911) exits after some blocks, through a small adapter of its own. In
 lucidrains' "extra block" the adapter is a whole block."""
+from drafter import Follower
 from layerskip import SelfDraft, early_exit
-from methods.base import Head, Price, Reader, graft
+from methods.base import Head, Notes, Price, graft
 from model import Placement
 
 
@@ -38,19 +39,29 @@ class Kangaroo(ExitBlock):
     lacks = "mlp", "mlp_norm", "mlp_post"
 
 
-class ExitDraft(Reader, SelfDraft):
+class ExitDraft(SelfDraft):
     """Early exit with an adapter before the model's head, whose cache holds the text before D. The
-    paper's second early exit is the rule `control.Confidence(0.6)`.
-
-    The bases are called in the order Reader, HeadDraft, SelfDraft, Drafter. So the `begin` and
-    `observe` of Reader and HeadDraft extend what SelfDraft does, and SelfDraft's `propose` runs."""
+    paper's second early exit is the rule `control.Confidence(0.6)`."""
 
     def __init__(self, head, rule):
-        sublayers = early_exit(head.model.c.n_layers, head.price.trunk)
-        super().__init__(head, head.model, sublayers, rule)
+        super().__init__(head.model, early_exit(head.model.c.n_layers, head.price.trunk), rule)
+        self.head = head
+        self.taps = head.taps
+
+    def begin(self, state, trace):
+        super().begin(state, trace)
+        self.notes = Notes(self.head, state, trace)
+        # of what was read only keys and values are needed: run the attention alone
+        self.follower = Follower(self.head.own, state, 0, [0])
+        self.follower.catch_up(state, self.notes.at)
 
     def logits(self, state, x, k):
-        if self.unread:     # only keys and values are needed: run the attention alone
-            self.catch_up(state, [0])
-        x = self.own.run(x, state.span(k, k + 1), self.cache, self.head.sublayers)
-        return self.own.unembed(x)
+        own = self.head.own
+        if self.follower.unread > 0:
+            self.follower.catch_up(state, self.notes.at)
+        x = own.run(x, state.span(k, k + 1), self.follower.cache, self.head.sublayers)
+        return own.unembed(x)
+
+    def observe(self, state, r):
+        super().observe(state, r)
+        self.notes.observe(state, r)

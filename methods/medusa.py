@@ -67,6 +67,10 @@ class MedusaDraft(HeadDraft):
             raise ValueError(f"{head.steps} heads cannot draft {self.rule.longest} tokens: "
                              "one token each")
 
+    def last(self, state):
+        """What its heads read. (B, 1, dim)"""
+        return self.notes.last(state)
+
     def propose(self, state):
         last = self.last(state)
         said = []

@@ -49,7 +49,7 @@ class ProphetDraft(HeadDraft):
 
     def propose(self, state):
         own = self.head.own
-        last = self.last(state)
+        last = self.notes.last(state)
 
         def step(token, k):     # slots count from the state, so all rows stand at the same place
             x = own.embed(token)

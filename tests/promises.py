@@ -12,7 +12,6 @@ from teach import equal
 from tiny import DEVICES, LIVELY, PROMPTS, each_family, law, make, warm
 
 from drafter import ModelDraft, Wrapper
-from methods.base import Reader
 from methods.prophet import ProphetDraft
 from sampling import Coins, to_probs
 from speculative import generate, rounds
@@ -129,8 +128,8 @@ class Poisoned(Wrapper):
             state.tokens[b, len(text) :] = 16
             spoil(state.cache, b, len(text) - 1)
             for part in inside(self):
-                if isinstance(part, (Reader, ModelDraft)):
-                    spoil(part.cache, b, part.held[b])
+                if part.follower:
+                    spoil(part.follower.cache, b, part.follower.filled[b])
                 elif isinstance(part, ProphetDraft):
                     spoil(part.cache, b, 0)         # it starts afresh in each round
 
@@ -161,6 +160,23 @@ def poison(drafters, names=None, count=24):
         for b, want in enumerate(truth[family]):
             assert sum((new[b] for new, *_ in runs[1]), []) == want[:count]
         assert runs[0] == runs[1], "a draft read a slot that holds nothing"
+    return test
+
+
+def proposing_again(drafters, names=None):
+    """By hand, between two rounds and outside inference mode: greedy, it drafts the same again, and
+    so does the next round."""
+    @pytest.mark.parametrize("name", names or drafters)
+    def test(models, name):
+        m = models["llama"]
+        drafter = drafters[name](m)
+        steps = rounds(m, PROMPTS, 20, drafter)
+        next(steps)
+        state, _ = next(steps)
+        first, again = (drafter.propose(state).tokens for _ in range(2))
+        assert first.shape[1] > 0 and torch.equal(first, again)
+        _, r = next(steps)
+        assert torch.equal(r.draft.tokens, first[:, : r.draft.tokens.shape[1]])
     return test
 
 

@@ -3,6 +3,7 @@ import copy
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_a_small_model_drafts_in_few_bits_alone_and_as_an_arm(call, plan):
     assert isinstance(few.drafter.model.head, Int4) and few.name == whole.name == "small model"
     assert few.further(0) < 0.25 * whole.further(0), "a price by the bytes of float32 and int4"
     arm = smaller(few.drafter.model, 0.2, Costs((1.0,), 1.0, ((1, 1.0), (2, 2.0))))
-    arm.drafter.unread = 9
+    arm.drafter.follower = SimpleNamespace(unread=9, filled=[0])
     assert arm.drafting(0, 0) == pytest.approx(8 * 0.2), "it reads what others wrote"
 
 

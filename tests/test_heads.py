@@ -66,6 +66,9 @@ test_context_limit = promises.context_limit(DRAFTERS, ENDS)
 test_end_of_text = promises.end_of_text(DRAFTERS, ENDS, range(0, 12, 5))
 test_one_wait_a_round = promises.one_wait_a_round(
     DRAFTERS, ["exit block, siblings", "eagle, siblings", "medusa, tree", "in turns"])
+test_proposing_again = promises.proposing_again(
+    DRAFTERS | {"prophet": lambda m: wild(Prophet(m, 1)).drafter(2)},
+    ["kangaroo", "eagle", "medusa, tree", "eagle, siblings", "prophet"])
 test_exact_law = promises.exact_law({
     "kangaroo": (TINY, lambda m: wild(Kangaroo(m, 1)).drafter(Unsure(2))),
     "gemma2 eagle": (TINY_GEMMA, lambda m: wild(Eagle(m)).drafter(2)),
@@ -106,7 +109,8 @@ def alone(m, head, far):
 def in_turns(m, head, far):
     """Thrice in turn, and of what is unread it reads two tokens at once."""
     drafter = alone(m, head, far)
-    drafter.drafters[0].widest = 2
+    if head.own:
+        head.own.widest = 2
     others = Siblings(SelfDraft(m, range(8), 3), [3, 2]), NGram(2, 1)
     return Turns(drafter, Siblings(drafter, [3, 2]), drafter, *others)
 
@@ -251,6 +255,6 @@ def test_what_a_kangaroo_missed_it_reads_at_once(models):
     steps = rounds(m, PROMPTS[:2], 14, Turns(drafter, *[Drafter()] * 7))
     for _ in range(7):
         next(steps)
-    assert passes == [8] and drafter.unread == 7, "the prompt, and seven tokens to come"
+    assert passes == [7] and drafter.follower.unread == 7, "the prompt, and seven tokens to come"
     next(steps)
-    assert passes == [8, 7, 1, 1]
+    assert passes == [7, 7, 1, 1]

@@ -1,5 +1,6 @@
 """Pace never changes the text, never loses more than it may, and chooses what promises most."""
 from dataclasses import replace
+from types import SimpleNamespace
 
 import promises
 import pytest
@@ -274,7 +275,7 @@ def test_trained_heads_and_their_prices(models, family):
         price, late = (trunk + 2 * head.count() + slots) / whole, own / costs.whole / 4
         assert [arm.drafting(50, g) for g in (0, 1, 3)] == pytest.approx(
             [0, once / costs.whole + price, once / costs.whole + 3 * price])
-        arm.drafter.unread = 5
+        arm.drafter.follower = SimpleNamespace(unread=5, filled=[0])
         assert arm.drafting(50, 0) == pytest.approx(late)
         assert arm.drafting(50, 2) == pytest.approx(late + once / costs.whole + 2 * price)
     for head, steps in ((Medusa(m, 3), 3), (Prophet(m, 1), MOST)):

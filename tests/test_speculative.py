@@ -66,6 +66,7 @@ test_poison = promises.poison(DRAFTERS, ["exit, diced", "model, diced", *PAIRS])
 test_end_of_text_at_every_position = promises.end_of_text(
     DRAFTERS, ["ngram", "exit", "skip", *PAIRS], range(7))
 test_context_limit = promises.context_limit(DRAFTERS, SOME)
+test_proposing_again = promises.proposing_again(DRAFTERS, ["exit", "skip", "model"])
 test_damaged_weights = promises.damaged_weights(DRAFTERS, SOME)
 
 
