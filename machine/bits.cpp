@@ -1,171 +1,282 @@
-// Quantised weights: int8 with a scale for each output; int4 with a step and an offset for each 32.
+// Quantised weights, sixteen outputs side by side: y = x w^T for int8 and int4.
 //
-// The weights of a target become floats, and sums stay as exact as those of any matrix. A draft may
-// also round x, to int8 with a scale for each 64 numbers. Then whole numbers are multiplied, four
-// pairs in one instruction, and a product takes as long as reading its bytes: half in int8, a third in int4.
+// Why is a lane an output here, and not a place in a row as in rows.cpp? Along one output, every 32
+// weights end in a sum that must be converted to floats and multiplied by a scale, which is first
+// spread over the lanes, for each row of x. That takes three times as long as reading the weights.
+// With an output in each lane, whole numbers are summed first, and then one conversion and two
+// multiplications serve 512 weights. Steps and offsets are vectors as they stand.
+//
+//     tile    16 outputs x 32 weights in one piece. The tiles of 16 outputs follow each other
+//     int8    8 lines. In line i, lane n has the weights 4i .. 4i+3 of output n
+//     int4    4 lines. In line i, lane n has the weights 4i .. 4i+3 of output n in the low halves of
+//             its bytes and 16+4i .. 16+4i+3 in the high ones. Then come 16 steps and 16 offsets in
+//             bfloat16. A weight is step * code + offset
+//
+// A lane adds in one order, so a row of y has the same bits alone and among others.
 #include <math.h>
 #include "rows.cpp"
 
-typedef VECTOR(int8_t, LANES) vb;
-typedef VECTOR(int16_t, LANES) vs;
-typedef VECTOR(int32_t, 8) eight;
+#define OUT 16              // outputs of a tile
+#define SHARE 32            // weights of each
+#define SETS (OUT / LANES)  // vectors that hold 16 outputs
 
-INLINE float wide(uint16_t h) {         // bfloat16 is the upper half of a float32
-    uint32_t bits = (uint32_t)h << 16;
-    return get<float>(&bits);
-}
+template <int bits> struct Tile { uint8_t codes[8][LINE]; };
+template <> struct Tile<4> { uint8_t codes[4][LINE]; uint16_t steps[OUT], offsets[OUT]; };
 
-INLINE uint16_t bfloat16(float f) {     // the nearest, and of two the even one
-    uint32_t bits = get<uint32_t>(&f);
-    return f == f ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
-}
+struct Group {              // what belongs to 32 numbers of x, after all numbers of a row
+    float scale, sum;
+    int32_t start;          // of the sum of products, see `BIAS`
+};
 
-INLINE vf all(float f) { return f - vf{}; }
+INLINE vf wide(const uint16_t *h) { return (vf)(__builtin_convertvector(get<vh>(h), vu) << 16); }
+INLINE vi spread(const void *four) { return get<int32_t>(four) - vi{}; }
 
-INLINE vi integers(const char *p) {     // in two steps, as the compiler has an instruction for each
-    return __builtin_convertvector(__builtin_convertvector(*(const vb *)p, vs), vi);
-}
+// --- in each lane: sum + four products of codes (-128 to 127) and numbers of x (-127 to 127)
 
-template <> vf weights_of<INT8>(At w, int i) {
-    return __builtin_convertvector(integers(w.data + i * LANES), vf);
-}
-
-template <> vf weights_of<INT4>(At w, int i) {      // byte j: weight j below, weight 32 + j above
-    int group = i * LANES / 32;
-    vi codes = integers(w.data + i * LANES % 32) >> 4 * group & 15;
-    return __builtin_convertvector(codes, vf) * wide(w.steps[group]) + wide(w.offsets[group]);
-}
-
-// Each lane: the sum of four products of neighbours, of a (0 to 255) and b (-128 to 127).
-INLINE vi products(vi a, vi b) {
-#ifdef __AVX512VNNI__
-    return (vi)_mm512_dpbusd_epi32(_mm512_setzero_si512(), (__m512i)a, (__m512i)b);
+// Some processors take codes from 0 to 255 only. Those of int8 are moved there, and the sum starts
+// at minus BIAS times the sum of the numbers.
+#if (LANES == 16 && defined __AVX512VNNI__) || (LANES == 8 && defined __AVXVNNI__)
+#define BIAS 128
 #else
-    vi sum = (a & 255) * (b << 24 >> 24);
-    sum += (a >> 8 & 255) * (b << 16 >> 24);
-    sum += (a >> 16 & 255) * (b << 8 >> 24);
-    return sum + (a >> 24 & 255) * (b >> 24);
+#define BIAS 0
+#endif
+
+#if defined __AVX2__
+typedef VECTOR(int32_t, 8) part;
+INLINE part products_of(part sum, part codes, part x) {
+    // trap: two products of 255 would not fit into 16 bits
+    __m256i size = _mm256_abs_epi8((__m256i)codes);
+    __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8((__m256i)x, (__m256i)codes));
+    return sum + (part)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+#elif defined __ARM_FEATURE_DOTPROD
+typedef VECTOR(int32_t, 4) part;
+INLINE part products_of(part sum, part codes, part x) {
+    return (part)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)x);
+}
+#else
+typedef vi part;
+INLINE part products_of(part sum, part codes, part x) {
+    for (int i = 0; i < 32; i += 8) sum += (codes << (24 - i) >> 24) * (x << (24 - i) >> 24);
+    return sum;
+}
+#endif
+
+INLINE vi products(vi sum, vi codes, vi x) {
+#if BIAS && LANES == 16
+    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+#elif BIAS
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
+#else
+    part *sums = (part *)&sum, *all_codes = (part *)&codes, *numbers = (part *)&x;
+    for (size_t i = 0; i < sizeof(vi) / sizeof(part); i++)
+        sums[i] = products_of(sums[i], all_codes[i], numbers[i]);
+    return sum;
 #endif
 }
 
-// The i-th vector of an int4 step: its codes, and for each lane its group's step or offset.
-INLINE vi codes_of(const char *data, int i) {
-    eight bytes = *(const eight *)data;
-#if LANES == 16
-    __m512i twice = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)bytes),
-                                       _mm256_srli_epi32((__m256i)bytes, 4), 1);
-    return (vi)twice & 0x0f0f0f0f;
-#else
-    return bytes >> 4 * i & 0x0f0f0f0f;
-#endif
+// --- the forms of x. dots[m] = the weights of a tile times 32 numbers of row m of x
+
+INLINE int64_t row_of(int64_t k, int64_t bytes) {       // of k numbers, with their Groups
+    int64_t count = pad(k) * bytes + pad(k) / SHARE * (int64_t)sizeof(Group);
+    return (count + LINE - 1) / LINE * LINE;
 }
 
-// For each lane its group's step.
-INLINE vf steps_of(const uint16_t *pair, int i) {
-    vu bits = get<uint32_t>(pair) - vu{};
-#if LANES == 16
-    bits <<= vu{16, 16, 16, 16, 16, 16, 16, 16};
-#else
-    bits <<= i ? 0 : 16;
-#endif
-    return (vf)(bits & 0xffff0000);
-}
-
-// x rounded: K numbers in int8; the scale of each 64; the sum of each 32. A weight is step * code
-// + offset. In int8 the step is 1 here, codes are moved to 0 .. 255, and all offsets are -128.
-template <Kind kind> struct Rounded {
-    static const long bits = BITS[kind];
-    static const bool cut = true;
-    static size_t row(size_t K) { return K + K / 16 + K / 8; }
-    template <int M> INLINE void add(vf (*sum)[2], At w, const char *x, size_t k, size_t K) {
-        #pragma GCC unroll 2
-        for (int i = 0; i < 16 / LANES; i++) {
-            vi codes;
-            vf step = all(1);
-            if constexpr (kind == INT8_ROUNDED) {
-                codes = ((const vi *)w.data)[i] ^ (int32_t)0x80808080;
-            } else {
-                codes = codes_of(w.data, i);
-                step = steps_of(w.steps, i);
-            }
-            #pragma GCC unroll 8
-            for (int m = 0; m < M; m++) {
-                const char *in = x + m * row(K);
-                vf dots = __builtin_convertvector(products(codes, ((const vi *)(in + k))[i]), vf);
-                sum[m][i] += dots * (step * get<float>(in + K + k / 16));
-            }
+// Rounded to int8, as a draft may: four pairs of whole numbers are multiplied in one instruction.
+template <int size> struct Rounded {
+    static const int bits = size, bytes = 1;
+    static void put(const float *x, char *to, Group *group) {
+        int8_t *codes = (int8_t *)to;
+        float largest = 0;
+        for (int i = 0; i < SHARE; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+        float inverse = largest > 0 ? 127 / largest : 0;
+        int32_t sum = 0;
+        for (int i = 0; i < SHARE; i++) {
+            codes[i] = (int8_t)(int32_t)nearbyintf(x[i] * inverse);
+            sum += codes[i];
         }
+        group->scale = largest / 127;
+        group->sum = group->scale * sum;
+        group->start = -BIAS * sum;
     }
-    // The offsets, once per output: each times the sum of its numbers.
     template <int M>
-    INLINE void end(vf (*sum)[2], const uint16_t *offsets, const char *x, size_t K) {
-        const char *sums = x + K + K / 16;
-        size_t g = 0;
-        for (; g + LANES <= K / 32; g += LANES) {
-            vf offset = all(-128);
-            if constexpr (kind == INT4_ROUNDED)
-                offset = (vf)(__builtin_convertvector(*(const vh *)(offsets + g), vu) << 16);
-            #pragma GCC unroll 8
-            for (int m = 0; m < M; m++) sum[m][1] += offset * floats(sums + m * row(K) + 4 * g);
+    INLINE void dot(vf *dots, const char *lines, const char *x, const Group *group, int64_t row) {
+        vi codes[8];
+        #pragma GCC unroll 8
+        for (int i = 0; i < bits; i++) {
+            vi line = get<vi>(lines + i * LINE);
+            codes[i] = bits == 4 ? line & 0x0f0f0f0f : BIAS ? line ^ (int32_t)0x80808080 : line;
+            if (bits == 4) codes[4 + i % 4] = line >> 4 & 0x0f0f0f0f;
         }
-        for (; g < K / 32; g++) {
-            float offset = kind == INT4_ROUNDED ? wide(offsets[g]) : -128;
-            #pragma GCC unroll 8
-            for (int m = 0; m < M; m++)
-                sum[m][1][0] += offset * get<float>(sums + m * row(K) + 4 * g);
+        #pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            vi even = {}, odd = {};             // two, because each addition waits for the last
+            if (bits == 8 && BIAS) even = spread((const char *)&group->start + m * row);
+            #pragma GCC unroll 4
+            for (int i = 0; i < 8; i += 2) {
+                even = products(even, codes[i], spread(x + m * row + 4 * i));
+                odd = products(odd, codes[i + 1], spread(x + m * row + 4 * i + 4));
+            }
+            dots[m] = __builtin_convertvector(even + odd, vf);
         }
     }
 };
 
-static void round_row(const float *x, long count, char *to) {
-    long K = pad(count);
-    for (long k = 0; k < count; k += STEP) {
-        long n = count - k < STEP ? count - k : STEP;
-        float largest = 0;
-        #pragma omp simd reduction(max : largest)
-        for (long i = 0; i < n; i++) {
-            float size = fabsf(x[k + i]);
-            largest = size > largest ? size : largest;
+// As it is, in float32.
+template <int size> struct Whole {
+    static const int bits = size, bytes = 4;
+    static void put(const float *x, char *to, Group *group) {
+        memcpy(to, x, 4 * SHARE);
+        group->scale = 1;
+        for (int i = 0; i < SHARE; i++) group->sum += x[i];
+    }
+    template <int M>
+    INLINE void dot(vf *dots, const char *lines, const char *x, const Group *, int64_t row) {
+        vf odd[M] = {};
+        for (int m = 0; m < M; m++) dots[m] = vf{};
+        #pragma GCC unroll 8
+        for (int i = 0; i < SHARE / 4; i++) {
+            vi line = get<vi>(lines + i % bits * LINE);
+            if (bits == 4) line = (i < 4 ? line : line >> 4) & 0x0f0f0f0f;
+            #pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                vf codes = __builtin_convertvector(line << (24 - 8 * j) >> 24, vf);
+                #pragma GCC unroll 8
+                for (int m = 0; m < M; m++) {
+                    vf number = all(get<float>(x + m * row + 4 * (4 * i + j)));
+                    vf &sum = j % 2 ? odd[m] : dots[m];
+                    sum = fused(codes, number, sum);
+                }
+            }
         }
-        float scale = largest / 127;
-        float inverse = scale > 0 ? 1 / scale : 0;
-        int8_t *codes = (int8_t *)to + k;
-        #pragma omp simd
-        for (long i = 0; i < n; i++) codes[i] = (int8_t)(int32_t)nearbyintf(x[k + i] * inverse);
-        memcpy(to + K + k / 16, &scale, 4);
-        for (long half = 0; half < STEP; half += 32) {
-            int whole = 0;
-            #pragma omp simd reduction(+ : whole)
-            for (int i = 0; i < 32; i++) whole += codes[half + i];
-            float sum = scale * whole;
-            memcpy(to + K + K / 16 + (k + half) / 8, &sum, 4);
+        for (int m = 0; m < M; m++) dots[m] += odd[m];
+    }
+};
+
+// As it is, in bfloat16: one instruction takes two numbers for each lane.
+#ifdef __AVX512BF16__
+// 0 to 15 in bfloat16
+const uint16_t NUMBERS[16] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                              0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+
+template <int size> struct Half {
+    static const int bits = size, bytes = 2;
+    static void put(const float *x, char *to, Group *group) {
+        for (int i = 0; i < SHARE; i++) {   // int4: in the order that the shifts below give
+            int other = i / 8 * 4 + i % 8 / 4 + i % 2 * 2 + i / 2 % 2 * 16;
+            ((uint16_t *)to)[i] = bfloat16(x[bits == 4 ? other : i]);
+            group->sum += x[i];
+        }
+        group->scale = 1;
+    }
+    template <int M>
+    INLINE void dot(vf *dots, const char *lines, const char *x, const Group *, int64_t row) {
+        // twice, because a table has 32 places, and the fifth bit is another code's
+        __m512i table = _mm512_broadcast_i64x4(get<__m256i>(NUMBERS));
+        __m512bh pairs[16];
+        #pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+            if (bits == 4) {
+                vi line = get<vi>(lines + i / 4 * LINE) >> i % 4 * 4;
+                pairs[i] = (__m512bh)_mm512_permutexvar_epi16((__m512i)line, table);
+            } else {
+                vi line = get<vi>(lines + i / 2 * LINE) << (1 - i % 2) * 16;
+                vu first = (vu)__builtin_convertvector(line << 8 >> 24, vf);
+                vu second = (vu)__builtin_convertvector(line >> 24, vf);
+                pairs[i] = (__m512bh)(first >> 16 | second);
+            }
+        }
+        #pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            __m512 even = {}, odd = {};
+            #pragma GCC unroll 8
+            for (int i = 0; i < 16; i += 2) {
+                even = _mm512_dpbf16_ps(even, pairs[i], (__m512bh)spread(x + m * row + 4 * i));
+                odd = _mm512_dpbf16_ps(odd, pairs[i + 1], (__m512bh)spread(x + m * row + 4 * i + 4));
+            }
+            dots[m] = (vf)even + (vf)odd;
         }
     }
-}
+};
+#else
+template <int size> struct Half : Whole<size> {};
+#endif
+
+// --- sixteen outputs
+
+template <class Form> struct Lanes : Form {
+    static int64_t row(int64_t k) { return row_of(k, Form::bytes); }
+    static int64_t outputs(const Weight &, int64_t) { return OUT; }
+    static void prepare(const float *x, int64_t k, char *to) {
+        auto group = (Group *)(to + pad(k) * Form::bytes);
+        for (int64_t g = 0; g < k; g += SHARE, group++) {
+            float numbers[SHARE] = {};
+            memcpy(numbers, x + g, 4 * (k - g < SHARE ? k - g : SHARE));
+            Form::put(numbers, to + g * Form::bytes, group);
+        }
+    }
+    template <int M>
+    static void tile(const Weight &w, int64_t n, int64_t count, const char *x, float *y) {
+        const int64_t tiles = (w.k + SHARE - 1) / SHARE, next = row(w.k);
+        auto t = (const Tile<Form::bits> *)w.data + n / OUT * tiles;
+        auto group = (const Group *)(x + pad(w.k) * Form::bytes);
+        vf sum[SETS][M] = {};
+        for (int64_t g = 0; g < tiles; g++, t++, group++, x += SHARE * Form::bytes) {
+            for (size_t i = 0; i < sizeof *t; i += LINE)
+                __builtin_prefetch((const char *)t + AHEAD + i, 0, 2);
+            for (int set = 0; set < SETS; set++) {
+                vf dots[M];
+                Form::template dot<M>(dots, (const char *)t->codes + set * sizeof(vi), x, group, next);
+                #pragma GCC unroll 8
+                for (int m = 0; m < M; m++) {
+                    auto own = (const Group *)((const char *)group + m * next);
+                    vf step = all(own->scale);
+                    if constexpr (Form::bits == 4) {
+                        step *= wide(t->steps + set * LANES);
+                        vf offset = wide(t->offsets + set * LANES);
+                        sum[set][m] = fused(offset, all(own->sum), sum[set][m]);
+                    }
+                    sum[set][m] = fused(dots[m], step, sum[set][m]);
+                }
+            }
+        }
+        for (int m = 0; m < M; m++) {
+            float all_outputs[OUT];
+            for (int set = 0; set < SETS; set++) {
+                if (w.scale) sum[set][m] *= get<vf>(w.scale + n + set * LANES);
+                memcpy(all_outputs + set * LANES, &sum[set][m], sizeof(vf));
+            }
+            memcpy(y + m * w.n + n, all_outputs, 4 * (count < OUT ? count : OUT));
+        }
+    }
+};
 
 // --- for all kinds
 
-static void multiply(const Weight &w, const char *x, float *y, long M) {
-    switch (w.kind) {
-        case FLOAT32: return loop<Floats<FLOAT32>>(w, x, y, M);
-        case BFLOAT16: return loop<Pairs>(w, x, y, M);
-        case FLOAT16: return loop<Floats<FLOAT16>>(w, x, y, M);
-        case INT8: return loop<Floats<INT8>>(w, x, y, M);
-        case INT4: return loop<Floats<INT4>>(w, x, y, M);
-        case INT8_ROUNDED: return loop<Rounded<INT8_ROUNDED>>(w, x, y, M);
-        case INT4_ROUNDED: return loop<Rounded<INT4_ROUNDED>>(w, x, y, M);
+// go(S{}), where S is what rows.cpp or this file has for a kind
+template <class Go> INLINE auto with(int64_t kind, Go go) {
+    switch (kind) {
+        case FLOAT32: return go(Plain<Floats<FLOAT32>>{});
+        case BFLOAT16: return go(Plain<Pairs>{});
+        case FLOAT16: return go(Plain<Floats<FLOAT16>>{});
+        case INT8: return go(Lanes<Whole<8>>{});
+        case INT4: return go(Lanes<Whole<4>>{});
+        case INT8_BFLOAT16: return go(Lanes<Half<8>>{});
+        case INT4_BFLOAT16: return go(Lanes<Half<4>>{});
+        case INT8_ROUNDED: return go(Lanes<Rounded<8>>{});
+        default: return go(Lanes<Rounded<4>>{});
     }
 }
 
-static long row_bytes(const Weight &w) {        // of a row of x, in the form that `multiply` takes
-    long K = pad(w.k);
-    if (w.kind >= INT8_ROUNDED) return Rounded<INT8_ROUNDED>::row(K);
-    return w.kind == BFLOAT16 ? Pairs::row(K) : Floats<FLOAT32>::row(K);
+static void multiply(const Weight &w, const char *x, float *y, int64_t M) {
+    with(w.kind, [&](auto s) { loop<decltype(s)>(w, x, y, M); });
+}
+
+static int64_t row_bytes(const Weight &w) {     // of a row of x, in the form that `multiply` takes
+    return with(w.kind, [&](auto s) { return decltype(s)::row(w.k); });
 }
 
 static void prepare(const Weight &w, const float *x, char *to) {
     memset(to, 0, row_bytes(w));
-    if (w.kind >= INT8_ROUNDED) round_row(x, w.k, to);
-    else if (row_bytes(w) == 4 * pad(w.k)) memcpy(to, x, 4 * w.k);
-    else for (long k = 0; k < w.k; k++) ((uint16_t *)to)[k] = bfloat16(x[k]);
+    with(w.kind, [&](auto s) { decltype(s)::prepare(x, w.k, to); });
 }

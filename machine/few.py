@@ -5,7 +5,7 @@ computing them. `pass.cpp` has all of them as loops. So a block of a few tokens 
 reading the weights once, and a row of logits has the same bits in every block. Blocks of more than
 `FEW` tokens, such as prompts, go to PyTorch, where products of many rows are faster.
 """
-from ctypes import byref, c_long
+from ctypes import byref, c_int64
 from functools import cache
 
 import torch
@@ -130,7 +130,7 @@ class FewRows(StandIn):
             positions.data_ptr(), slots.data_ptr(), masks.data_ptr() if masks is not None else None,
             cos.data_ptr(), sin.data_ptr(), cache.k.data_ptr(), cache.v.data_ptr(),
             *strides[:3], x.data_ptr(), out.data_ptr())
-        self.lib.run_pass(byref(self.struct), byref(p), c_long(FLOATS[x.dtype]))
+        self.lib.run_pass(byref(self.struct), byref(p), c_int64(FLOATS[x.dtype]))
         for i, y in zip(taps, out, strict=True):
             if i in trace:
                 trace[i] = y
@@ -168,5 +168,5 @@ def listed(sublayers, traced):
     end."""
     taps = [i for i in sublayers if i in traced or i == sublayers[-1]]
     places = [taps.index(i) if i in taps else -1 for i in sublayers]
-    array = c_long * len(sublayers)
+    array = c_int64 * len(sublayers)
     return array(*sublayers), array(*places), taps

@@ -18,69 +18,74 @@ static int omp_get_thread_num() { return 0; }
 struct Block {                  // a null pointer: the model has no such part
     const float *attn_norm, *attn_post, *mlp_norm, *mlp_post, *q_norm, *k_norm, *bias;
     Weight wqkv, wo, gate_up, down;
-    long window;                // 0: none
+    int64_t window;                // 0: none
 };
 
 struct Model {
     const Block *blocks;
-    long dim, heads, kv_heads, head_dim, hidden, gelu;
+    int64_t dim, heads, kv_heads, head_dim, hidden, gelu;
     float eps, scale, softcap;          // softcap 0: none
 };
 
 struct Pass {                   // B texts, T tokens of each, S slots that are read
-    const long *sublayers, *places;     // for each sub-layer: its place in `out`, or -1
-    long count, B, T, S, threads;
+    const int64_t *sublayers, *places;     // for each sub-layer: its place in `out`, or -1
+    int64_t count, B, T, S, threads;
     const int64_t *positions, *slots;   // (B, T)
     const uint8_t *masks;               // (1 or 2, B, T, S) without and with a window; null: a chain
     const float *cos, *sin;             // (at least S, D)
     float *keys, *values;               // (layers, B, kv_heads, S, D), strides below
-    long layer, text, head;
+    int64_t layer, text, head;
     const void *x;                      // (B, T, dim)
     void *out;                          // (places, B, T, dim)
 };
 
 // --- numbers: a float, a bfloat16, a float16, by the model's type
 
-#ifdef __aarch64__
-typedef __fp16 float16;
-#else
-typedef _Float16 float16;
-#endif
-
-template <Kind type> struct Number { typedef uint16_t Stored; };
-template <> struct Number<FLOAT32> { typedef float Stored; };
-template <> struct Number<FLOAT16> { typedef float16 Stored; };
-
-template <Kind type> INLINE float load(const void *x, long i) {
-    auto number = ((const typename Number<type>::Stored *)x)[i];
-    if constexpr (type == BFLOAT16) return wide(number);
-    else return number;
+INLINE float from_float16(uint16_t h) {
+    uint32_t size = (h & 0x7fff) << 13;
+    float f = get<float>(&size) * 0x1p112f;     // its exponent is smaller by 112
+    uint32_t bits = get<uint32_t>(&f) | (size >= 0x0f800000 ? 0x7f800000 : 0) | (h & 0x8000) << 16;
+    return get<float>(&bits);
 }
 
-template <Kind type> INLINE void store(void *x, long i, float f) {
-    auto &number = ((typename Number<type>::Stored *)x)[i];
-    if constexpr (type == BFLOAT16) number = bfloat16(f);
-    else number = f;
+INLINE uint16_t float16(float f) {      // the nearest, and of two the even one
+    uint32_t bits = get<uint32_t>(&f), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    if (size > 0x7f800000) return sign | 0x7e00;        // NaN
+    if (size >= 0x47800000) return sign | 0x7c00;       // 65536 and more
+    if (size >= 0x38800000) return sign | (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13;
+    float sum = get<float>(&size) + 0.5f;               // a subnormal: the last bits of the sum
+    return sign | (get<uint32_t>(&sum) - 0x3f000000);
+}
+
+template <Kind type> INLINE float load(const void *x, int64_t i) {
+    if (type == FLOAT32) return ((const float *)x)[i];
+    uint16_t half = ((const uint16_t *)x)[i];
+    return type == BFLOAT16 ? wide(half) : from_float16(half);
+}
+
+template <Kind type> INLINE void store(void *x, int64_t i, float f) {
+    if (type == FLOAT32) ((float *)x)[i] = f;
+    else ((uint16_t *)x)[i] = type == BFLOAT16 ? bfloat16(f) : float16(f);
 }
 
 template <Kind type> INLINE float rounded(float f) {
-    if constexpr (type == BFLOAT16) return wide(bfloat16(f));
-    else return (typename Number<type>::Stored)f;
+    if (type == FLOAT32) return f;
+    return type == BFLOAT16 ? wide(bfloat16(f)) : from_float16(float16(f));
 }
 
 INLINE float exponential(float x) {     // 2^n e^r with |r| below ln 2 / 2 (Cephes, expf)
     x = x < -87 ? -87 : x;
     x = x > 88 ? 88 : x;
     float n = floorf(x * 1.44269504f + 0.5f);
-    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float r = fused(n, 2.12194440e-4f, fused(n, -0.693359375f, x));
     float y = 1.9875691500e-4f;
-    y = y * r + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
+    y = fused(y, r, 1.3981999507e-3f);
+    y = fused(y, r, 8.3334519073e-3f);
+    y = fused(y, r, 4.1665795894e-2f);
+    y = fused(y, r, 1.6666665459e-1f);
+    y = fused(y, r, 5.0000001201e-1f);
     int32_t power = ((int32_t)n + 127) << 23;
-    return (y * r * r + r + 1) * get<float>(&power);
+    return (fused(y * r, r, r) + 1) * get<float>(&power);
 }
 
 INLINE float tangent(float x) { return 1 - 2 / (exponential(2 * x) + 1); }      // tanh
@@ -90,154 +95,164 @@ INLINE float gelu(float x) {             // by its tanh approximation
     return 0.5f * x * (1 + tangent(0.79788456f * (x + 0.044715f * x * x * x)));
 }
 
-INLINE float dot(const float *a, const float *b, long n) {
+INLINE float dot(const float *a, const float *b, int64_t n) {
     vf sum = {};
-    long i = 0;
-    for (; i + LANES <= n; i += LANES) sum += floats(a + i) * floats(b + i);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) sum = fused(get<vf>(a + i), get<vf>(b + i), sum);
     float rest = 0;
-    for (; i < n; i++) rest += a[i] * b[i];
+    for (; i < n; i++) rest = fused(a[i], b[i], rest);
     return total(sum) + rest;
 }
 
-template <Kind type> static void norm(const float *x, const float *w, float eps, float *y, long n) {
+template <Kind type> static void norm(const float *x, const float *w, float eps, float *y, int64_t n) {
     float scale = 1 / sqrtf(dot(x, x, n) / n + eps);
-    for (long i = 0; i < n; i++) y[i] = rounded<type>(x[i] * scale * w[i]);
+    for (int64_t i = 0; i < n; i++) y[i] = rounded<type>(x[i] * scale * w[i]);
 }
 
 // --- a pass
 
-struct Memory {     // what the threads share: rows of floats, and rows in the form a weight takes
-    std::vector<float> x, row, sums, q, scores;
-    std::vector<char> in;
+template <class T> struct Buffer {      // memory that begins at a cache line
+    struct alignas(LINE) Line { char bytes[LINE]; };
+    std::vector<Line> lines;
+    void grow(size_t n) {
+        size_t count = (n * sizeof(T) + LINE - 1) / LINE;
+        if (lines.size() < count) lines.resize(count);
+    }
+    T &operator[](size_t i) { return ((T *)lines.data())[i]; }
 };
 
-template <class V> static void grow(V &v, long n) { if ((long)v.size() < n) v.resize(n); }
+struct Memory {     // what the threads share: rows of floats, and rows in the form a weight takes
+    Buffer<float> x, row, sums, q, scores;
+    Buffer<char> in;
+};
 
 template <Kind type> struct Running {
     const Model &m;
     const Pass &p;
     Memory &b;
-    long R = p.B * p.T, D = m.head_dim, G = m.heads / m.kv_heads;
+    int64_t R = p.B * p.T, D = m.head_dim, G = m.heads / m.kv_heads;
 
     void multiply_norm(const float *w, const Weight &weight) {
-        #pragma omp for
-        for (long r = 0; r < R; r++) {
+        #pragma omp for schedule(static)
+        for (int64_t r = 0; r < R; r++) {
             norm<type>(&b.x[r * m.dim], w, m.eps, &b.row[r * m.dim], m.dim);
             prepare(weight, &b.row[r * m.dim], &b.in[r * row_bytes(weight)]);
         }
-        multiply(weight, b.in.data(), b.sums.data(), R);
+        multiply(weight, &b.in[0], &b.sums[0], R);
     }
 
     void multiply_add(const Weight &weight, const float *post) {    // x += norm(row w^T)
         #pragma omp for
-        for (long r = 0; r < R; r++)
+        for (int64_t r = 0; r < R; r++)
             prepare(weight, &b.row[r * weight.k], &b.in[r * row_bytes(weight)]);
-        multiply(weight, b.in.data(), b.sums.data(), R);
-        #pragma omp for
-        for (long r = 0; r < R; r++) {
+        multiply(weight, &b.in[0], &b.sums[0], R);
+        // without a barrier, because the next sub-layer gives each thread the same rows
+        #pragma omp for schedule(static) nowait
+        for (int64_t r = 0; r < R; r++) {
             float *x = &b.x[r * m.dim], *y = &b.sums[r * m.dim];
-            for (long i = 0; i < m.dim; i++) y[i] = rounded<type>(y[i]);
+            for (int64_t i = 0; i < m.dim; i++) y[i] = rounded<type>(y[i]);
             if (post) norm<type>(y, post, m.eps, y, m.dim);
-            for (long i = 0; i < m.dim; i++) x[i] = rounded<type>(x[i] + y[i]);
+            for (int64_t i = 0; i < m.dim; i++) x[i] = rounded<type>(x[i] + y[i]);
         }
     }
 
     // The j-th vector of a group: one of its G queries, its key, or its value.
-    void rotate(const Block &block, long layer, long r, long group, long j) {
-        long i = group * (G + 2) + j;
+    void rotate(const Block &block, int64_t layer, int64_t r, int64_t group, int64_t j) {
+        int64_t i = group * (G + 2) + j;
         float v[D], turned[D];
         const float *sums = &b.sums[r * block.wqkv.n + i * D];
-        for (long d = 0; d < D; d++) v[d] = rounded<type>(sums[d]);
+        for (int64_t d = 0; d < D; d++) v[d] = rounded<type>(sums[d]);
         if (block.bias)
-            for (long d = 0; d < D; d++) v[d] = rounded<type>(v[d] + block.bias[i * D + d]);
+            for (int64_t d = 0; d < D; d++) v[d] = rounded<type>(v[d] + block.bias[i * D + d]);
         if (j < G && block.q_norm) norm<type>(v, block.q_norm, m.eps, v, D);
         if (j == G && block.k_norm) norm<type>(v, block.k_norm, m.eps, v, D);
         const float *cos = p.cos + p.positions[r] * D, *sin = p.sin + p.positions[r] * D;
-        for (long d = 0; d < D / 2; d++) {
+        for (int64_t d = 0; d < D / 2; d++) {
             turned[d] = v[d] * cos[d] + v[d + D / 2] * sin[d];
             turned[d + D / 2] = v[d + D / 2] * cos[d + D / 2] + v[d] * sin[d + D / 2];
         }
-        long place = layer * p.layer + r / p.T * p.text + group * p.head + p.slots[r] * D;
+        int64_t place = layer * p.layer + r / p.T * p.text + group * p.head + p.slots[r] * D;
         float *q = &b.q[(r * m.heads + group * G + j) * D];
         if (j < G)
-            for (long d = 0; d < D; d++) q[d] = turned[d] * m.scale;
+            for (int64_t d = 0; d < D; d++) q[d] = turned[d] * m.scale;
         else if (j == G) memcpy(p.keys + place, turned, 4 * D);
         else memcpy(p.values + place, v, 4 * D);
     }
 
-    void attend(const Block &block, long layer, long r, long h) {
-        long place = layer * p.layer + r / p.T * p.text + h / G * p.head;
+    void attend(const Block &block, int64_t layer, int64_t r, int64_t h) {
+        int64_t place = layer * p.layer + r / p.T * p.text + h / G * p.head;
         const float *q = &b.q[(r * m.heads + h) * D];
         const float *keys = p.keys + place, *values = p.values + place;
         const uint8_t *mask = nullptr;
         if (p.masks) mask = p.masks + ((block.window > 0) * R + r) * p.S;
-        long from = 0, to = p.S;
+        int64_t from = 0, to = p.S;
         if (!mask) {            // a chain: a token sees itself and all before it
             to = p.slots[r] + 1;
             from = block.window && to > block.window ? to - block.window : 0;
         }
         float *s = &b.scores[omp_get_thread_num() * pad(p.S)], *y = &b.row[(r * m.heads + h) * D];
         float largest = -INFINITY;
-        for (long t = from; t < to; t++) s[t] = dot(q, keys + t * D, D);
+        for (int64_t t = from; t < to; t++) s[t] = dot(q, keys + t * D, D);
         if (m.softcap > 0)
-            for (long t = from; t < to; t++) s[t] = capped(s[t], m.softcap);
+            for (int64_t t = from; t < to; t++) s[t] = capped(s[t], m.softcap);
         if (mask)
-            for (long t = from; t < to; t++) s[t] = mask[t] ? s[t] : -INFINITY;
+            for (int64_t t = from; t < to; t++) s[t] = mask[t] ? s[t] : -INFINITY;
         #pragma omp simd reduction(max : largest)
-        for (long t = from; t < to; t++) largest = s[t] > largest ? s[t] : largest;
-        for (long t = from; t < to; t++)
+        for (int64_t t = from; t < to; t++) largest = s[t] > largest ? s[t] : largest;
+        for (int64_t t = from; t < to; t++)
             s[t] = s[t] == -INFINITY ? 0 : exponential(s[t] - largest);
         float sum = sum_of(s, from, to);
-        long d = 0;
+        int64_t d = 0;
         for (; d + 4 * LANES <= D; d += 4 * LANES) mean<4>(s, values + d, y + d, from, to, sum);
         for (; d + LANES <= D; d += LANES) mean<1>(s, values + d, y + d, from, to, sum);
         for (; d < D; d++) {
             float one = 0;
-            for (long t = from; t < to; t++) one += s[t] * values[t * D + d];
+            for (int64_t t = from; t < to; t++) one = fused(s[t], values[t * D + d], one);
             y[d] = rounded<type>(one / sum);
         }
     }
 
     // A slot has its lane wherever the sum begins and ends: a tree's ends later, and adds zeros.
-    float sum_of(float *s, long from, long to) {
+    float sum_of(float *s, int64_t from, int64_t to) {
         vf sum = {};
-        for (long t = to; t % LANES; t++) s[t] = 0;
+        for (int64_t t = to; t % LANES; t++) s[t] = 0;
         for (; from % LANES; from--) s[from - 1] = 0;
-        for (long t = from; t < to; t += LANES) sum += floats(s + t);
+        for (int64_t t = from; t < to; t += LANES) sum += get<vf>(s + t);
         return total(sum);
     }
 
     // n vectors of the mean of the values, weighted by s.
     template <int n>
-    void mean(const float *s, const float *values, float *y, long from, long to, float sum) {
+    void mean(const float *s, const float *values, float *y, int64_t from, int64_t to, float sum) {
         vf sums[n] = {};
-        for (long t = from; t < to; t++)
-            for (int i = 0; i < n; i++) sums[i] += s[t] * floats(values + t * D + i * LANES);
+        for (int64_t t = from; t < to; t++)
+            for (int i = 0; i < n; i++)
+                sums[i] = fused(all(s[t]), get<vf>(values + t * D + i * LANES), sums[i]);
         for (int i = 0; i < n; i++)
             for (int j = 0; j < LANES; j++) y[i * LANES + j] = rounded<type>(sums[i][j] / sum);
     }
 
-    void attention(const Block &block, long layer) {
+    void attention(const Block &block, int64_t layer) {
         multiply_norm(block.attn_norm, block.wqkv);
         #pragma omp for collapse(3)
-        for (long r = 0; r < R; r++)
-            for (long group = 0; group < m.kv_heads; group++)
-                for (long j = 0; j < G + 2; j++) rotate(block, layer, r, group, j);
+        for (int64_t r = 0; r < R; r++)
+            for (int64_t group = 0; group < m.kv_heads; group++)
+                for (int64_t j = 0; j < G + 2; j++) rotate(block, layer, r, group, j);
         #pragma omp for collapse(2)
-        for (long h = 0; h < m.heads; h++)      // outside, so that its keys stay in the cache
-            for (long r = 0; r < R; r++) attend(block, layer, r, h);
+        for (int64_t h = 0; h < m.heads; h++)      // outside, so that its keys stay in the cache
+            for (int64_t r = 0; r < R; r++) attend(block, layer, r, h);
         multiply_add(block.wo, block.attn_post);
     }
 
     void mlp(const Block &block) {
         multiply_norm(block.mlp_norm, block.gate_up);
-        const long H = m.hidden;
+        const int64_t H = m.hidden;
         #pragma omp for collapse(2)
-        for (long r = 0; r < R; r++)
-            for (long first = 0; first < H; first += STEP) {
+        for (int64_t r = 0; r < R; r++)
+            for (int64_t first = 0; first < H; first += STEP) {
                 const float *gate = &b.sums[2 * r * H], *up = gate + H;
-                long last = first + STEP < H ? first + STEP : H;
-                for (long i = first; i < last; i++) {
+                int64_t last = first + STEP < H ? first + STEP : H;
+                for (int64_t i = first; i < last; i++) {
                     float g = rounded<type>(gate[i]), u = rounded<type>(up[i]);
                     float active = rounded<type>(m.gelu ? gelu(g) : silu(g));
                     b.row[r * H + i] = rounded<type>(active * u);
@@ -247,26 +262,27 @@ template <Kind type> struct Running {
     }
 
     void run() {
-        long widest = m.dim;
-        for (long n : {m.heads * D, m.hidden}) widest = n > widest ? n : widest;
-        grow(b.x, R * m.dim);
-        grow(b.row, R * widest);
-        grow(b.sums, R * (m.blocks->wqkv.n + m.dim + 2 * m.hidden));
-        grow(b.q, R * m.heads * D);
-        grow(b.scores, p.threads * pad(p.S));
-        grow(b.in, R * 4 * pad(widest));
+        int64_t widest = m.dim;
+        for (int64_t n : {m.heads * D, m.hidden}) widest = n > widest ? n : widest;
+        b.x.grow(R * m.dim);
+        b.row.grow(R * widest);
+        b.sums.grow(R * (m.blocks->wqkv.n + m.dim + 2 * m.hidden));
+        b.q.grow(R * m.heads * D);
+        b.scores.grow(p.threads * pad(p.S));
+        b.in.grow(R * row_of(widest, 4));
         #pragma omp parallel num_threads(p.threads)
         {
             #pragma omp for
-            for (long i = 0; i < R * m.dim; i++) b.x[i] = load<type>(p.x, i);
-            for (long i = 0; i < p.count; i++) {
-                long layer = p.sublayers[i] / 2;
+            for (int64_t i = 0; i < R * m.dim; i++) b.x[i] = load<type>(p.x, i);
+            for (int64_t i = 0; i < p.count; i++) {
+                int64_t layer = p.sublayers[i] / 2;
                 if (p.sublayers[i] % 2) mlp(m.blocks[layer]);
                 else attention(m.blocks[layer], layer);
                 if (p.places[i] < 0) continue;
-                long place = p.places[i] * R * m.dim;
+                int64_t place = p.places[i] * R * m.dim;
+                #pragma omp barrier
                 #pragma omp for
-                for (long j = 0; j < R * m.dim; j++) store<type>(p.out, place + j, b.x[j]);
+                for (int64_t j = 0; j < R * m.dim; j++) store<type>(p.out, place + j, b.x[j]);
             }
         }
     }
@@ -275,40 +291,40 @@ template <Kind type> struct Running {
 // y (R, n) = the product of x (R, k), after the norm w and within a soft-cap, if there are any.
 template <Kind type>
 static void multiplying(const Weight &weight, const float *w, float eps, float cap, const void *x,
-                        void *y, long R, long threads) {
+                        void *y, int64_t R, int64_t threads) {
     static thread_local Memory memory;
     Memory &b = memory;
-    long K = weight.k, N = weight.n;
-    grow(b.row, R * K);
-    grow(b.sums, R * N);
-    grow(b.in, R * row_bytes(weight));
+    int64_t K = weight.k, N = weight.n;
+    b.row.grow(R * K);
+    b.sums.grow(R * N);
+    b.in.grow(R * row_bytes(weight));
     #pragma omp parallel num_threads(threads)
     {
         #pragma omp for
-        for (long r = 0; r < R; r++) {
+        for (int64_t r = 0; r < R; r++) {
             float *row = &b.row[r * K];
-            for (long k = 0; k < K; k++) row[k] = load<type>(x, r * K + k);
+            for (int64_t k = 0; k < K; k++) row[k] = load<type>(x, r * K + k);
             if (w) norm<type>(row, w, eps, row, K);
             prepare(weight, row, &b.in[r * row_bytes(weight)]);
         }
-        multiply(weight, b.in.data(), b.sums.data(), R);
+        multiply(weight, &b.in[0], &b.sums[0], R);
         #pragma omp for
-        for (long i = 0; i < R * N; i++) {
+        for (int64_t i = 0; i < R * N; i++) {
             float f = b.sums[i];
             store<type>(y, i, cap > 0 ? capped(rounded<type>(f), cap) : f);
         }
     }
 }
 
-extern "C" void run_pass(const Model *m, const Pass *p, long type) {
+extern "C" void run_pass(const Model *m, const Pass *p, int64_t type) {
     static thread_local Memory memory;
     if (type == FLOAT32) Running<FLOAT32>{*m, *p, memory}.run();
     if (type == BFLOAT16) Running<BFLOAT16>{*m, *p, memory}.run();
     if (type == FLOAT16) Running<FLOAT16>{*m, *p, memory}.run();
 }
 
-extern "C" void run_product(long type, const Weight *weight, const float *w, float eps, float cap,
-                            const void *x, void *y, long R, long threads) {
+extern "C" void run_product(int64_t type, const Weight *weight, const float *w, float eps, float cap,
+                            const void *x, void *y, int64_t R, int64_t threads) {
     auto multiply = multiplying<FLOAT32>;
     if (type == BFLOAT16) multiply = multiplying<BFLOAT16>;
     if (type == FLOAT16) multiply = multiplying<FLOAT16>;

@@ -28,7 +28,8 @@ from machine import rows
 from machine.rows import FEW, FLOATS, Weight, describe
 from model import put
 
-SHARE = 32      # weights of int4 that share a step and an offset
+SHARE = 32      # weights of a tile in each of its rows; in int4 they share a step and an offset
+OUTPUTS = 16    # rows of a tile, which machine/bits.cpp computes side by side
 STEP = 64       # weights that a product reads together; rows are padded to a multiple of it
 BLOCK = 64      # weights that share a magnitude
 GROUP = 256     # magnitudes that share a scale
@@ -109,98 +110,123 @@ class Looped(Matrix):
 
 
 class Whole(Matrix):
-    """A matrix of whole numbers, `codes`.
+    """A matrix of whole numbers in tiles of 16 outputs x 32 weights, as machine/bits.cpp reads it.
 
-    With `rounds`, few rows of x are rounded as well, to int8 with a scale for each 64 numbers. Then
+    With `rounds`, few rows of x are rounded as well, to int8 with a scale for each 32 numbers. Then
     a product takes as long as reading the matrix. A draft may do so, because only the target
-    decides what is written.
+    decides what is written. Without it, x stays as it is.
     """
     rounds = False
+
+    def __init__(self, w):
+        super().__init__(w.dtype)
+        self.rows, self.columns = w.shape
+        parts = [self.pack(*self.encode(some)) for some in w.split(ROWS)]
+        for name, part in zip(self.names, zip(*parts, strict=True), strict=True):
+            self.register_buffer(name, torch.cat(part))
 
     def __getitem__(self, ids):
         """Some rows of a head, in the same bits."""
         some = copy.copy(self)
-        some._buffers = {name: t[ids] for name, t in self._buffers.items()}
+        some.rows = len(ids)
+        numbers = [part[ids] for part in self.numbers()]
+        some._buffers = dict(zip(self.names, self.pack(*numbers), strict=True))
         return some
 
     def detach(self):   # as tensors have it; nothing here is trained
         return self
 
+    def kind(self, kind):
+        """The number of this kind in machine/rows.cpp, by the form in which it takes x."""
+        if self.rounds:
+            return kind + rows.ROUNDED
+        return kind + rows.BFLOAT16 * (self.dtype == torch.bfloat16)
 
-def groups_of(w, count):
-    """(R, groups, count) float32: some rows of w after the other, each in groups of `count`. Rows
-    are padded with zeros to whole steps."""
-    for some in w.split(ROWS):
-        yield F.pad(some.float(), (0, -w.shape[1] % STEP)).unflatten(1, (-1, count))
+
+def tiled(t):
+    """t (N, K, ...) -> (tiles of 16 rows, tiles of 32 columns, 16, 32, ...), padded with zeros.
+
+    >>> tiled(torch.ones(20, 40)).shape
+    torch.Size([2, 2, 16, 32])
+    """
+    N, K = t.shape
+    t = F.pad(t, (0, -K % SHARE, 0, -N % OUTPUTS))
+    return t.unflatten(1, (-1, SHARE)).unflatten(0, (-1, OUTPUTS)).transpose(1, 2)
+
+
+def untiled(tiles, N, K):
+    """The inverse of `tiled`. (N, K)"""
+    return tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)[:N, :K]
 
 
 class Int8(Whole):
-    """Row n is codes[n] * scale[n]. The largest magnitude of a row becomes 127."""
+    """Each row is multiplied by one scale, and its largest magnitude becomes 127."""
+    names = "tiles", "scale"
 
-    def __init__(self, w):
-        super().__init__(w.dtype)
-        self.columns = w.shape[1]
-        low, high = w.aminmax(dim=1)
-        scale = nonzero(torch.maximum(-low, high).float() / 127)
-        codes = [(group / scales[:, None, None]).round().to(torch.int8).flatten(1)
-                 for group, scales in zip(groups_of(w, STEP), scale.split(ROWS), strict=True)]
-        self.register_buffer("scale", scale)                                    # (N,)
-        self.register_buffer("codes", torch.cat(codes))                         # (N, K)
+    def encode(self, w):
+        """Some rows (R, K) -> codes (R, K) and scales (R, 1)."""
+        w = w.float()       # half precision is too coarse for a scale
+        scale = nonzero(w.abs().amax(1, keepdim=True) / 127)
+        return (w / scale).round().to(torch.int8), scale
+
+    def pack(self, codes, scale):
+        lines = tiled(codes).unflatten(3, (8, 4)).transpose(2, 3)       # (.., .., 8, 16, 4)
+        scale = F.pad(scale, (0, 0, 0, -len(scale) % OUTPUTS))
+        return lines.flatten(2), scale
+
+    def numbers(self):
+        lines = self.tiles.unflatten(2, (8, OUTPUTS, 4)).transpose(2, 3)
+        return untiled(lines.flatten(3), self.rows, self.columns), self.scale[: self.rows]
 
     def describe(self):
-        kind = rows.INT8 + rows.ROUNDED * self.rounds
-        return Weight(self.codes.data_ptr(), self.scale.data_ptr(), None, len(self.codes),
-                      self.columns, kind)
+        return Weight(self.tiles.data_ptr(), self.scale.data_ptr(), self.rows, self.columns,
+                      self.kind(rows.INT8))
 
     def full(self, dtype):
-        return (self.codes[:, : self.columns] * self.scale[:, None]).to(dtype)
-
-
-def pack_nibbles(codes):
-    """Pack numbers from 0 to 15 (N, K), where K is a multiple of 64, into bytes (N, K / 2). The
-    first 32 of each 64 go to the low bits, and the others to the high bits.
-
-    >>> pack_nibbles(torch.tensor([[1] * 32 + [2] * 31 + [15]]))[0, -2:].tolist()
-    [33, 241]
-    """
-    low, high = codes.unflatten(1, (-1, 2, SHARE)).unbind(2)
-    return (low | high << 4).flatten(1).to(torch.uint8)
-
-
-def unpack_nibbles(packed):
-    """The inverse of `pack_nibbles`."""
-    steps = packed.unflatten(1, (-1, SHARE))
-    return torch.stack([steps & 15, steps >> 4], 2).flatten(1)
+        codes, scale = self.numbers()
+        return (codes * scale).to(dtype)
 
 
 class Int4(Whole):
-    """Weight k of a group is offset + code * step. The smallest weight becomes 0, and the largest
-    15. A shorter last group of a row is padded with zeros."""
+    """Weight k of a group of 32 is offset + code * step. The smallest weight becomes 0, and the
+    largest 15. A shorter last group of a row is padded with zeros."""
+    names = ("tiles",)
 
-    def __init__(self, w):
-        super().__init__(w.dtype)
-        self.columns = w.shape[1]
-        packed = []
-        groups = []
-        for group in groups_of(w, SHARE):
-            low, high = group.aminmax(dim=2)                                    # (R, groups)
-            pair = torch.stack([nonzero((high - low) / 15), low], 1).to(torch.bfloat16)
-            step, offset = pair.float()[..., None].unbind(1)
-            codes = ((group - offset) / step).round().clamp(0, 15).to(torch.int32)
-            packed.append(pack_nibbles(codes.flatten(1)))
-            groups.append(pair)
-        self.register_buffer("codes", torch.cat(packed))                        # (N, K / 2)
-        self.register_buffer("groups", torch.cat(groups))   # (N, 2, K / 32): steps, then offsets
+    def encode(self, w):
+        """Some rows (R, K) -> codes (R, K), and steps and offsets (R, K / 32)."""
+        groups = F.pad(w.float(), (0, -w.shape[1] % SHARE)).unflatten(1, (-1, SHARE))
+        low, high = groups.aminmax(dim=2)                                       # (R, K / 32)
+        step = nonzero((high - low) / 15).to(torch.bfloat16)
+        offset = low.to(torch.bfloat16)
+        codes = (groups - offset.float()[..., None]) / step.float()[..., None]
+        codes = codes.round().clamp(0, 15).to(torch.uint8).flatten(1)
+        return codes[:, : self.columns], step, offset
+
+    def pack(self, codes, step, offset):
+        """Low halves of bytes hold the first 16 codes of a group, and high ones the others."""
+        low, high = tiled(codes).unflatten(3, (2, 4, 4)).unbind(3)              # (.., .., 16, 4, 4)
+        lines = (low | high << 4).transpose(2, 3).flatten(2)                    # (.., .., 256)
+        pairs = []
+        for part in (step, offset):
+            part = F.pad(part, (0, 0, 0, -len(part) % OUTPUTS)).unflatten(0, (-1, OUTPUTS))
+            pairs.append(part.mT.contiguous().view(torch.uint8))                # (.., .., 32)
+        return [torch.cat([lines, *pairs], 2)]
+
+    def numbers(self):
+        lines, *pairs = self.tiles.split([256, 32, 32], 2)
+        lines = lines.unflatten(2, (4, OUTPUTS, 4)).transpose(2, 3)             # (.., .., 16, 4, 4)
+        codes = torch.stack([lines & 15, lines >> 4], 3).flatten(3)
+        pairs = [part.contiguous().view(torch.bfloat16).mT.flatten(0, 1) for part in pairs]
+        return untiled(codes, self.rows, self.columns), *(part[: self.rows] for part in pairs)
 
     def describe(self):
-        kind = rows.INT4 + rows.ROUNDED * self.rounds
-        return Weight(self.codes.data_ptr(), None, self.groups.data_ptr(), len(self.codes),
-                      self.columns, kind)
+        return Weight(self.tiles.data_ptr(), None, self.rows, self.columns, self.kind(rows.INT4))
 
     def full(self, dtype):
-        codes = unpack_nibbles(self.codes).unflatten(1, (-1, SHARE)).float()
-        step, offset = self.groups.float()[..., None].unbind(1)
-        return (offset + codes * step).flatten(1)[:, : self.columns].to(dtype)
+        codes, step, offset = self.numbers()
+        step, offset = (part.float().repeat_interleave(SHARE, 1)[:, : self.columns]
+                        for part in (step, offset))
+        return (offset + codes * step).to(dtype)
 
 
 class NF4(Matrix):

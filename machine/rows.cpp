@@ -12,16 +12,24 @@
 //
 // Each sum has two accumulators and adds in one order, whatever the number of rows, of outputs or
 // of threads. So a row of y has the same bits alone and among others.
+//
+// trap: rows of x begin at a cache line. If they began in the middle of one, every load of x would
+// read two lines, and a block of five tokens would take half as long again.
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
+#if defined __x86_64__
 #include <immintrin.h>
+#elif defined __aarch64__
+#include <arm_neon.h>
+#endif
+#ifdef __AVX512F__
 #define LANES 16        // of a vector, in floats
 #define TILE 8          // rows of x at a time: their accumulators must fit into the registers
 #else
 #define LANES 8
 #define TILE 4
 #endif
+#define LINE 64         // bytes of a cache line
 #define STEP 64         // weights that are read together
 #define AHEAD 4096      // bytes between what is prefetched and what is used
 #define CACHE 32768     // bytes of x that the first cache holds. Longer rows are cut into pieces:
@@ -29,37 +37,55 @@
 #define OUTPUTS 8       // these outputs use them in turn
 #define INLINE static inline __attribute__((always_inline))
 
-// Vectors, which the compiler turns into the processor's own. They may begin at any address.
-#define VECTOR(type, n) \
-    type __attribute__((vector_size(sizeof(type) * n), aligned(1), may_alias))
+// Vectors, which the compiler turns into the processor's own.
+#define VECTOR(type, n) type __attribute__((vector_size(sizeof(type) * n), may_alias))
 typedef VECTOR(float, LANES) vf;
 typedef VECTOR(int32_t, LANES) vi;
 typedef VECTOR(uint32_t, LANES) vu;
 typedef VECTOR(uint16_t, LANES) vh;
 
-enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, INT8_ROUNDED, INT4_ROUNDED };
-constexpr long BITS[] = {32, 16, 16, 8, 4, 8, 4};      // of a weight of each kind
+// Of a matrix. Whole numbers have three kinds each, by the form in which they take x: as float32,
+// as bfloat16, or rounded to int8.
+enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, INT8_BFLOAT16, INT4_BFLOAT16, INT8_ROUNDED,
+            INT4_ROUNDED };
 
-struct Weight {                 // a matrix (n, k); rows of whole numbers are padded to whole steps
-    const char *data;
-    const float *scale;         // int8: (n,)
-    const uint16_t *groups;     // int4: (n, 2, padded k / 32) bfloat16: steps, then offsets
-    long n, k, kind;
+struct Weight {                 // a matrix (n, k)
+    const char *data;           // rows of numbers, or the tiles of bits.cpp
+    const float *scale;         // int8: (n,) rounded up to whole tiles
+    int64_t n, k, kind;
 };
 
-struct At {                     // where a step begins in a row of the matrix
-    const char *data;
-    const uint16_t *steps, *offsets;
-};
-
-template <class T> INLINE T get(const void *p) {
+template <class T> INLINE T get(const void *p) {        // from any address
     T t;
     memcpy(&t, p, sizeof t);
     return t;
 }
 
-INLINE long pad(long k) { return (k + STEP - 1) / STEP * STEP; }
-INLINE vf floats(const void *p) { return *(const vf *)p; }
+INLINE int64_t pad(int64_t k) { return (k + STEP - 1) / STEP * STEP; }
+INLINE vf aligned(const void *p) { return *(const vf *)p; }     // from a multiple of its size
+INLINE vf all(float f) { return f - vf{}; }
+
+// a * b + c, rounded once where the processor can. trap: a compiler that may choose (-ffp-contract)
+// chooses differently for different numbers of rows.
+INLINE float fused(float a, float b, float c) {
+#if defined __FMA__ || defined __aarch64__
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE vf fused(vf a, vf b, vf c) {
+#if LANES == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined __FMA__
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    vf sum;
+    for (int i = 0; i < LANES; i++) sum[i] = fused(a[i], b[i], c[i]);
+    return sum;
+#endif
+}
 
 INLINE float total(vf v) {              // by halves: one by one, each addition would wait
     typedef VECTOR(float, 4) four;
@@ -68,10 +94,20 @@ INLINE float total(vf v) {              // by halves: one by one, each addition 
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-// The i-th vector of a step's weights, as floats. For whole numbers see bits.cpp.
-template <Kind kind> INLINE vf weights_of(At w, int i) {
-    if constexpr (kind == FLOAT32) return ((const vf *)w.data)[i];
-    vu bits = __builtin_convertvector(((const vh *)w.data)[i], vu);
+INLINE float wide(uint16_t h) {         // bfloat16 is the upper half of a float32
+    uint32_t bits = (uint32_t)h << 16;
+    return get<float>(&bits);
+}
+
+INLINE uint16_t bfloat16(float f) {     // the nearest, and of two the even one
+    uint32_t bits = get<uint32_t>(&f);
+    return f == f ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
+}
+
+// The i-th vector of a step's weights, as floats.
+template <Kind kind> INLINE vf weights_of(const char *data, int i) {
+    if constexpr (kind == FLOAT32) return get<vf>(data + i * sizeof(vf));
+    vu bits = __builtin_convertvector(get<vh>(data + i * sizeof(vh)), vu);
     if constexpr (kind == BFLOAT16) return (vf)(bits << 16);
     // float16 has 13 bits less than float32, and its exponent is smaller by 112
     vf size = (vf)((bits & 0x7fff) << 13) * 0x1p112f;
@@ -81,34 +117,38 @@ template <Kind kind> INLINE vf weights_of(At w, int i) {
 // --- one step: sum[m] += 64 weights times the numbers k .. k+63 of row m of x, of K in all
 
 template <Kind kind> struct Floats {            // x as float32
-    static const long bits = BITS[kind];
+    static const int64_t bytes = kind == FLOAT32 ? 4 : 2;      // of a weight
     static const bool cut = kind == BFLOAT16;   // whether long rows are cut (more to compile)
-    static size_t row(size_t K) { return 4 * K; }   // bytes of a row of x
-    template <int M> INLINE void end(vf (*)[2], const uint16_t *, const char *, size_t) {}
-    template <int M> INLINE void add(vf (*sum)[2], At w, const char *x, size_t k, size_t K) {
+    static int64_t row(int64_t k) { return 4 * pad(k); }        // bytes of a row of x
+    static void prepare(const float *x, int64_t k, char *to) { memcpy(to, x, 4 * k); }
+    template <int M> INLINE void add(vf (*sum)[2], const char *w, const char *x, size_t k, size_t K) {
         #pragma GCC unroll 16
         for (int i = 0; i < STEP / LANES; i++) {
             vf weights = weights_of<kind>(w, i);
             #pragma GCC unroll 8
-            for (int m = 0; m < M; m++)
-                sum[m][i % 2] += weights * floats(x + m * row(K) + 4 * (k + i * LANES));
+            for (int m = 0; m < M; m++) {
+                vf numbers = aligned(x + 4 * (m * K + k + i * LANES));
+                sum[m][i % 2] = fused(weights, numbers, sum[m][i % 2]);
+            }
         }
     }
 };
 
 #ifdef __AVX512BF16__
 struct Pairs {                                  // x as bfloat16: one instruction takes 32 pairs
-    static const long bits = 16;
+    static const int64_t bytes = 2;
     static const bool cut = true;
-    static size_t row(size_t K) { return 2 * K; }
-    template <int M> INLINE void end(vf (*)[2], const uint16_t *, const char *, size_t) {}
-    template <int M> INLINE void add(vf (*sum)[2], At w, const char *x, size_t k, size_t K) {
-        auto below = get<__m512bh>(w.data), above = get<__m512bh>(w.data + 64);
+    static int64_t row(int64_t k) { return 2 * pad(k); }
+    static void prepare(const float *x, int64_t k, char *to) {
+        for (int64_t i = 0; i < k; i++) ((uint16_t *)to)[i] = bfloat16(x[i]);
+    }
+    template <int M> INLINE void add(vf (*sum)[2], const char *w, const char *x, size_t k, size_t K) {
+        auto below = get<__m512bh>(w), above = get<__m512bh>(w + 64);
         #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
-            const char *numbers = x + m * row(K) + 2 * k;
-            sum[m][0] = (vf)_mm512_dpbf16_ps((__m512)sum[m][0], below, get<__m512bh>(numbers));
-            sum[m][1] = (vf)_mm512_dpbf16_ps((__m512)sum[m][1], above, get<__m512bh>(numbers + 64));
+            auto in = (const __m512bh *)(x + 2 * (m * K + k));
+            sum[m][0] = (vf)_mm512_dpbf16_ps((__m512)sum[m][0], below, in[0]);
+            sum[m][1] = (vf)_mm512_dpbf16_ps((__m512)sum[m][1], above, in[1]);
         }
     }
 };
@@ -119,82 +159,73 @@ typedef Floats<BFLOAT16> Pairs;
 // --- the loops. S: what does a step
 // sum += the weights from .. to-1 of row n times x. ahead: bytes from these to what is prefetched
 template <class S, int M>
-INLINE void add(const Weight &w, size_t n, size_t from, size_t to, long ahead, const char *x,
+INLINE void add(const Weight &w, size_t n, size_t from, size_t to, int64_t ahead, const char *x,
                 vf (*sum)[2]) {
-    const size_t K = pad(w.k), bits = S::bits;
-    size_t stored = bits < 16 ? K : w.k;        // weights of a row
-    size_t whole = stored / STEP * STEP;
-    const uint16_t *steps = w.groups + (n * 2 * K + from) / 32;
-    At at = {w.data + (n * stored + from) * bits / 8, steps, steps + K / 32};
+    const size_t K = pad(w.k), whole = w.k / STEP * STEP;
+    const char *data = w.data + (n * w.k + from) * S::bytes;
     vf s[M][2];
     #pragma GCC unroll 16
     for (int i = 0; i < 2 * M; i++) s[i / 2][i % 2] = sum[i / 2][i % 2];
     size_t k = from;
     for (; k < to && k < whole; k += STEP) {
         // into the second cache (2): in the first, weights would take the place of x
-        for (size_t i = 0; i < 8 * bits; i += 64) __builtin_prefetch(at.data + ahead + i, 0, 2);
-        S::template add<M>(s, at, x, k, K);
-        at.data += STEP * bits / 8;
-        at.steps += STEP / 32;
-        at.offsets += STEP / 32;
+        for (int i = 0; i < STEP * S::bytes; i += LINE) __builtin_prefetch(data + ahead + i, 0, 2);
+        S::template add<M>(s, data, x, k, K);
+        data += STEP * S::bytes;
     }
     if (k < to) {                               // the rest of a row; x is padded with zeros
         char rest[4 * STEP] = {};
-        memcpy(rest, at.data, (w.k - whole) * bits / 8);
-        at.data = rest;
-        S::template add<M>(s, at, x, k, K);
+        memcpy(rest, data, (w.k - whole) * S::bytes);
+        S::template add<M>(s, rest, x, k, K);
     }
     #pragma GCC unroll 16
     for (int i = 0; i < 2 * M; i++) sum[i / 2][i % 2] = s[i / 2][i % 2];
 }
 
-template <class S, int M>
-INLINE void finish(const Weight &w, long n, const char *x, vf (*sum)[2], float *y) {
-    S::template end<M>(sum, w.groups + (2 * n + 1) * pad(w.k) / 32, x, pad(w.k));
-    #pragma GCC unroll 8
-    for (int m = 0; m < M; m++) {
-        float dot = total(sum[m][0] + sum[m][1]);
-        y[m * w.n + n] = w.scale ? dot * w.scale[n] : dot;
+// The outputs n .. n+count-1 of a plain matrix. Several of them use each piece of x in turn.
+template <class S> struct Plain : S {
+    static int64_t outputs(const Weight &w, int64_t M) {
+        return M * S::row(w.k) > CACHE ? OUTPUTS : 1;
     }
-}
-
-// The outputs first .. first+count-1. Several of them use each piece of x in turn.
-template <class S, int M>
-static void tile(const Weight &w, long first, long count, const char *x, float *y) {
-    const long K = pad(w.k), bits = S::bits;
-    long bytes = (bits < 16 ? K : w.k) * bits / 8;      // of a row of the matrix
-    if (count == 1) {                                   // the sums stay in registers
-        vf sum[M][2] = {};
-        add<S, M>(w, first, 0, K, AHEAD, x, sum);
-        return finish<S, M>(w, first, x, sum, y);
-    }
-    if constexpr (S::cut) {
-        vf sums[OUTPUTS][M][2] = {};
-        for (long from = 0; from < K; from += PIECE) {
-            long to = from + PIECE < K ? from + PIECE : K;
-            for (long i = 0; i < count; i++) {
-                long next = i + AHEAD * 8 / (PIECE * bits);
-                long ahead = (next % count - i) * bytes + (next < count ? 0 : PIECE) * bits / 8;
-                add<S, M>(w, first + i, from, to, ahead, x, sums[i]);
+    template <int M>
+    static void tile(const Weight &w, int64_t n, int64_t count, const char *x, float *y) {
+        const int64_t K = pad(w.k), bytes = w.k * S::bytes;     // of a row of the matrix
+        if (!S::cut || M * S::row(w.k) <= CACHE) {              // the sums stay in registers
+            for (int64_t i = 0; i < count; i++) {
+                vf sum[M][2] = {};
+                add<S, M>(w, n + i, 0, K, AHEAD, x, sum);
+                for (int m = 0; m < M; m++) y[m * w.n + n + i] = total(sum[m][0] + sum[m][1]);
             }
+            return;
         }
-        for (long i = 0; i < count; i++) finish<S, M>(w, first + i, x, sums[i], y);
+        vf sums[OUTPUTS][M][2] = {};
+        if constexpr (S::cut)
+            for (int64_t from = 0; from < K; from += PIECE) {
+                int64_t to = from + PIECE < K ? from + PIECE : K;
+                for (int64_t i = 0; i < count; i++) {
+                    int64_t next = i + AHEAD / (PIECE * S::bytes);
+                    int64_t piece = next < count ? 0 : PIECE * S::bytes;
+                    add<S, M>(w, n + i, from, to, (next % count - i) * bytes + piece, x, sums[i]);
+                }
+            }
+        for (int64_t i = 0; i < count; i++)
+            for (int m = 0; m < M; m++) y[m * w.n + n + i] = total(sums[i][m][0] + sums[i][m][1]);
     }
-}
+};
 
 template <class S, int M>
-static void tile_of(long rows, const Weight &w, long n, long count, const char *x, float *y) {
-    if (rows == M) return tile<S, M>(w, n, count, x, y);
+static void tile_of(int64_t rows, const Weight &w, int64_t n, int64_t count, const char *x,
+                    float *y) {
+    if (rows == M) return S::template tile<M>(w, n, count, x, y);
     if constexpr (M > 1) tile_of<S, M - 1>(rows, w, n, count, x, y);
 }
 
 // y (M, n). Called by all threads of a parallel region: each takes some outputs, with all rows.
-template <class S> static void loop(const Weight &w, const char *x, float *y, long M) {
-    long bytes = S::row(pad(w.k));
-    long group = S::cut && bytes * (M < TILE ? M : TILE) > CACHE ? OUTPUTS : 1;
+template <class S> static void loop(const Weight &w, const char *x, float *y, int64_t M) {
+    int64_t group = S::outputs(w, M);
     #pragma omp for schedule(static)
-    for (long n = 0; n < w.n; n += group)
-        for (long m = 0; m < M; m += TILE)
+    for (int64_t n = 0; n < w.n; n += group)
+        for (int64_t m = 0; m < M; m += TILE)
             tile_of<S, TILE>(M - m < TILE ? M - m : TILE, w, n, w.n - n < group ? w.n - n : group,
-                             x + m * bytes, y + m * w.n);
+                             x + m * S::row(w.k), y + m * w.n);
 }

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from ctypes import POINTER, Structure, byref, c_float, c_long, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -26,7 +26,10 @@ from machine.kept import cache_file, hardware, keep
 
 FEW = 16    # rows up to which the loop is faster than the library's product
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}    # a `Kind` in rows.cpp
-INT8, INT4, ROUNDED = 3, 4, 2      # kinds int8 and int4, and what rounding x adds to a kind
+INT8 = 3            # kinds of whole numbers, which take x as float32,
+INT4 = 4
+BFLOAT16 = 2        # and what taking it as bfloat16, or rounding it to int8, adds to a kind
+ROUNDED = 4
 SOURCES = [Path(__file__).with_name(name) for name in ("rows.cpp", "bits.cpp", "pass.cpp")]
 
 
@@ -36,28 +39,28 @@ def fields(kind, names):
 
 class Weight(Structure):
     """`Weight` in rows.cpp. It holds addresses only, so its tensors must outlive it."""
-    _fields_ = [*fields(c_void_p, "data scale groups"), *fields(c_long, "n k kind")]
+    _fields_ = [*fields(c_void_p, "data scale"), *fields(c_int64, "n k kind")]
 
 
 class Block(Structure):
     """`Block` in pass.cpp."""
     _fields_ = [*fields(c_void_p, "attn_norm attn_post mlp_norm mlp_post q_norm k_norm bias"),
-                *fields(Weight, "wqkv wo gate_up down"), ("window", c_long)]
+                *fields(Weight, "wqkv wo gate_up down"), ("window", c_int64)]
 
 
 class Model(Structure):
     """`Model` in pass.cpp."""
     _fields_ = [("blocks", POINTER(Block)),
-                *fields(c_long, "dim heads kv_heads head_dim hidden gelu"),
+                *fields(c_int64, "dim heads kv_heads head_dim hidden gelu"),
                 *fields(c_float, "eps scale softcap")]
 
 
 class Pass(Structure):
     """`Pass` in pass.cpp."""
-    _fields_ = [*fields(POINTER(c_long), "sublayers places"),
-                *fields(c_long, "count B T end threads"),
+    _fields_ = [*fields(POINTER(c_int64), "sublayers places"),
+                *fields(c_int64, "count B T end threads"),
                 *fields(c_void_p, "positions slots masks cos sin keys values"),
-                *fields(c_long, "layer text head"), *fields(c_void_p, "x out")]
+                *fields(c_int64, "layer text head"), *fields(c_void_p, "x out")]
 
 
 # --- compiling
@@ -77,7 +80,7 @@ def flags():
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     threads = [] if sys.platform == "darwin" else ["-fopenmp"]
     return ["-O3", "-std=c++17", native, *threads, "-fno-math-errno", "-fno-trapping-math",
-            "-Wno-psabi", "-shared", "-fPIC"]
+            "-ffp-contract=off", "-Wno-psabi", "-shared", "-fPIC"]
 
 
 def build(path):
@@ -141,7 +144,7 @@ def describe(w):
     if isinstance(w, torch.Tensor):
         if w.is_cuda or w.dtype not in FLOATS or not w.is_contiguous():
             return None
-        return Weight(w.data_ptr(), None, None, *w.shape, FLOATS[w.dtype])
+        return Weight(w.data_ptr(), None, *w.shape, FLOATS[w.dtype])
     return w.describe()
 
 
@@ -155,7 +158,7 @@ def call(lib, x, weight, dtype, norm=None, eps=0.0, cap=0.0):
     x = x.to(dtype).contiguous()
     y = torch.empty(*x.shape[:-1], weight.n, dtype=dtype)
     rows = x.numel() // weight.k
-    lib.run_product(c_long(FLOATS[dtype]), byref(weight), c_void_p(norm), c_float(eps),
-                    c_float(cap), c_void_p(x.data_ptr()), c_void_p(y.data_ptr()), c_long(rows),
-                    c_long(torch.get_num_threads()))
+    lib.run_product(c_int64(FLOATS[dtype]), byref(weight), c_void_p(norm), c_float(eps),
+                    c_float(cap), c_void_p(x.data_ptr()), c_void_p(y.data_ptr()), c_int64(rows),
+                    c_int64(torch.get_num_threads()))
     return y
