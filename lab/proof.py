@@ -36,7 +36,7 @@ from lab.bench.shared import GEMMA, LLAMA, ROOT, SHAPES, WEIGHTS, random_model
 from layerskip import SelfDraft, early_exit
 from machine.exact import Exact
 from machine.kept import hardware
-from machine.quant import KINDS, Int4, quantise, unpack_nibbles
+from machine.quant import KINDS, Int4, quantise
 from machine.recorded import Recorded
 from machine.tapes import Graph, JoinedGraph, Program, Tape
 from machine.tolerance import distance
@@ -230,8 +230,8 @@ def four_bits(a, N, K):
     on_gpu = a.device == "cuda"
     w = torch.randn(N, K, dtype=torch.bfloat16, device=a.device)
     ours = Int4(w)
-    codes = unpack_nibbles(ours.codes)
-    step, offset = ours.groups.float().unbind(1)                                # (N, K / 32)
+    codes, *pairs = ours.numbers()                                              # (N, K)
+    step, offset = (part.float() for part in pairs)                             # (N, K / 32)
     scales = torch.stack([step, offset + 8 * step], -1).transpose(0, 1)         # (K / 32, N, 2)
     scales = scales.contiguous().to(torch.bfloat16)
     if on_gpu:

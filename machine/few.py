@@ -2,8 +2,8 @@
 
 A pass of a small model is hundreds of tiny operations, and starting them takes longer than
 computing them. `pass.cpp` has all of them as loops. So a block of a few tokens takes as long as
-reading the weights once, and a row of logits has the same bits in every block. Blocks of more than
-`FEW` tokens, such as prompts, go to PyTorch, where products of many rows are faster.
+reading the weights once, and a row of logits has the same bits in every block. Blocks of many
+tokens, such as prompts, go to PyTorch, where products of many rows are faster.
 """
 from ctypes import byref, c_int64
 from functools import cache
@@ -15,7 +15,7 @@ import files
 from kvcache import KVCache
 from machine import rows
 from machine.quant import Matrix, Whole
-from machine.rows import FEW, FLOATS, Block, Model, Pass, Weight, describe
+from machine.rows import FLOATS, WIDTHS, Block, Model, Pass, Weight, describe
 from machine.tolerance import distance, tolerance
 from model import Placement, StandIn, visible
 
@@ -27,7 +27,7 @@ MATRICES = "attn.wqkv", "attn.wo", "mlp.gate_up", "mlp.down"
 class FewRows(StandIn):
     """Stands in for a Transformer that is not being trained. Do not move, cast or train the model
     later, because the loops keep addresses."""
-    many = False    # whether the loops also compute passes over more than `FEW` rows
+    few = 0     # how many rows the loops compute; passes over more of them are PyTorch's
 
     def __init__(self, model):
         super().__init__(model)
@@ -39,19 +39,20 @@ class FewRows(StandIn):
         if self.lib:
             self.describe()
         if self.struct:
+            self.few = self.limit()
             self.check()
 
     def describe(self):
         """Describe the model to C++, unless a matrix is of a kind that the loops do not know."""
         c = self.c
         blocks = [self.block(i) for i in range(c.n_layers)]
-        if None in blocks:
+        self.output = describe(self.tok if self.model.head is None else self.model.head)
+        if None in (*blocks, self.output):
             return
         hidden = max(block.gate_up.n // 2 for block in blocks)
         self.struct = Model(
             (Block * len(blocks))(*blocks), c.dim, c.n_heads, c.n_kv_heads, c.head_dim, hidden,
             c.act == "gelu", c.norm_eps, self.blocks[0].attn.scale, c.attn_softcap or 0.0)
-        self.output = describe(self.tok if self.model.head is None else self.model.head)
         self.final = self.floats(self.norm)
 
     @torch.inference_mode()
@@ -69,7 +70,6 @@ class FewRows(StandIn):
         rough = any(isinstance(part, Whole) and part.rounds for part in self.model.modules())
         if not off <= tolerance(torch.bfloat16 if rough else x.dtype, len(subs)):
             self.struct = None
-            self.output = None
             files.note("rows", f"passes stay eager, because pass.cpp is off by {off:.2g}")
 
     def block(self, i):
@@ -98,15 +98,16 @@ class FewRows(StandIn):
         self.kept.append(t.contiguous())
         return self.kept[-1].data_ptr()
 
-    def takes(self, count):
-        """Whether the loops compute a pass over this number of rows."""
-        return self.many or count <= FEW
+    def limit(self):
+        """How many rows the loops compute."""
+        whole = any(isinstance(part, Whole) for part in self.model.modules())
+        return WIDTHS[-1] if whole else rows.few(self.tok.dtype)    # not by unpacking a matrix
 
     @torch.inference_mode()
     def run(self, x, at, cache=None, sublayers=None, trace=None):
         """`Transformer.run`."""
         B, T, dim = x.shape
-        if self.struct is None or cache is None or not self.takes(B * T):
+        if self.struct is None or cache is None or B * T > self.few:
             return self.model.run(x, at, cache, sublayers, trace)
         if sublayers is None:
             sublayers = range(2 * self.c.n_layers)
@@ -146,10 +147,8 @@ class FewRows(StandIn):
     @torch.inference_mode()
     def unembed(self, x, only=None):
         """`Transformer.unembed`."""
-        weight = self.output
-        if only is not None and self.struct:
-            weight = describe(only)
-        if weight is None or not self.takes(x.shape[:2].numel()):
+        weight = self.output if only is None else describe(only)
+        if self.struct is None or weight is None or x.shape[:2].numel() > self.few:
             return self.model.unembed(x, only)
         cap = self.c.final_softcap or 0.0
         return rows.call(self.lib, x, weight, x.dtype, self.final, self.c.norm_eps, cap)

@@ -25,12 +25,11 @@ from torch import nn
 
 from control import Costs
 from machine import rows
-from machine.rows import FEW, FLOATS, Weight, describe
+from machine.rows import FLOATS, WIDTHS, Weight, describe
 from model import put
 
 SHARE = 32      # weights of a tile in each of its rows; in int4 they share a step and an offset
 OUTPUTS = 16    # rows of a tile, which machine/bits.cpp computes side by side
-STEP = 64       # weights that a product reads together; rows are padded to a multiple of it
 BLOCK = 64      # weights that share a magnitude
 GROUP = 256     # magnitudes that share a scale
 ROWS = 64       # quantised at a time, so that temporary memory stays small
@@ -84,7 +83,7 @@ class Matrix(nn.Module):
 
     def product(self, x):
         """x (..., K) -> (..., N)"""
-        few = x.numel() <= FEW * x.shape[-1] and not x.is_cuda and x.dtype in FLOATS
+        few = x.numel() <= WIDTHS[-1] * x.shape[-1] and not x.is_cuda and x.dtype in FLOATS
         weight = self.describe() if few and rows.library() else None
         if weight is None:
             return F.linear(x, self.full(x.dtype))
@@ -246,7 +245,8 @@ class NF4(Matrix):
         middle = (levels[1:] + levels[:-1]) / 2
         most = []
         codes = []
-        for block in groups_of(w, BLOCK):
+        for some in w.split(ROWS):
+            block = F.pad(some.float(), (0, -w.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
             most.append(block.abs().amax(-1))
             relative = block / nonzero(most[-1])[..., None]
             nearest = torch.bucketize(relative, middle, out_int32=True)         # 0 .. 15

@@ -15,8 +15,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from functools import cache
+from math import inf
 from pathlib import Path
 
 import torch
@@ -24,7 +27,7 @@ import torch
 import files
 from machine.kept import cache_file, hardware, keep
 
-FEW = 16    # rows up to which the loop is faster than the library's product
+WIDTHS = 24, 32, 48, 64     # numbers of rows for which torch's product may be slower than the loop
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}    # a `Kind` in rows.cpp
 INT8 = 3            # kinds of whole numbers, which take x as float32,
 INT4 = 4
@@ -123,16 +126,65 @@ def library():
 
 
 def check(lib):
-    """Raise ValueError if a product is wrong, or if a row depends on the rows beside it."""
-    for dtype in FLOATS:
-        x = torch.linspace(-1, 1, FEW * 100).sin().view(FEW, 100).to(dtype)
-        w = torch.linspace(-2, 2, 70 * 100).cos().view(70, 100).to(dtype)
-        y = call(lib, x, describe(w), torch.float32)
-        if not torch.allclose(y, x.float() @ w.float().T, atol=1e-3):
-            raise ValueError(f"a product in {dtype} is wrong")
-        for count in range(1, FEW):
-            if not torch.equal(call(lib, x[:count], describe(w), torch.float32), y[:count]):
-                raise ValueError(f"a row in {dtype} depends on the rows beside it")
+    """Raise ValueError if a product is wrong, or if a row depends on the rows beside it, for each
+    kind of matrix and for rows that fill no whole step."""
+    for K in 8, 100, 600:
+        x = torch.linspace(-1, 1, WIDTHS[0] * K).sin().view(-1, K)
+        w = torch.linspace(-2, 2, 70 * K).cos().view(-1, K)
+        for dtype in FLOATS:
+            plain = w.to(dtype)
+            y = alone(lib, x.to(dtype), describe(plain), f"{dtype}")
+            if not torch.allclose(y, x.to(dtype).float() @ plain.float().T, atol=1e-3):
+                raise ValueError(f"a product in {dtype} is wrong")
+        # any bytes are whole numbers, and these are steps and offsets in bfloat16, too
+        tiles = torch.linspace(-2, 2, 5 * (K + 31) // 32 * 256).to(torch.bfloat16)
+        scale = torch.ones(80)
+        for kind in range(INT8, INT8 + 6):
+            what = Weight(tiles.data_ptr(), scale.data_ptr(), 70, K, kind)
+            alone(lib, x, what, f"kind {kind}")
+
+
+def alone(lib, x, weight, name):
+    """The product. Raises ValueError if a row of it is another one alone or among fewer rows."""
+    y = call(lib, x, weight, torch.float32)
+    for count in range(1, len(x)):
+        if not torch.equal(call(lib, x[:count], weight, torch.float32), y[:count]):
+            raise ValueError(f"a row in {name} depends on the rows beside it")
+    return y
+
+
+@cache
+def few(dtype):
+    """Up to how many rows the loop multiplies faster than torch, for a matrix of this dtype. It is
+    measured once per machine and then kept, so that the next run reads its prompt by the same
+    routine. The least is more than any round has."""
+    parts = Path(library()._name).stem, torch.__version__, torch.get_num_threads(), dtype
+    path = cache_file("-".join(map(str, parts)).replace("torch.", "") + ".txt")
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        count = measured(library(), dtype)
+    with suppress(OSError):
+        keep(path, str(count).encode())
+    return count
+
+
+def measured(lib, dtype):
+    """The largest of WIDTHS at which the loop is faster, or the least of them."""
+    x = torch.ones(max(WIDTHS), 1024, dtype=dtype)
+    w = torch.ones(2048, 1024, dtype=dtype)
+    weight = describe(w)
+    ways = {"loop": lambda rows: call(lib, rows, weight, dtype), "torch": lambda rows: rows @ w.T}
+    for count in reversed(WIDTHS):
+        least = dict.fromkeys(ways, inf)
+        for _ in range(5):
+            for name, way in ways.items():
+                start = time.perf_counter()
+                way(x[:count])
+                least[name] = min(least[name], time.perf_counter() - start)
+        if least["loop"] < least["torch"]:
+            return count
+    return WIDTHS[0]
 
 
 # --- calling

@@ -54,8 +54,9 @@ def test_the_codebook_is_the_published_one():
 
 def test_int8_by_hand():
     q = Int8(torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0], [254.0, 2.9, -3.1]]))
-    assert q.codes[:, :3].tolist() == [[64, -127, 32], [0, 0, 0], [127, 1, -2]]
-    assert not q.codes[:, 3:].any()
+    assert q.numbers()[0].tolist() == [[64, -127, 32], [0, 0, 0], [127, 1, -2]]
+    lane = q.tiles[0, 0].view(8, 16, 4)     # line i, output n, weights 4i .. 4i+3
+    assert lane[0, 2].tolist() == [127, 1, -2, 0] and lane[:, :3].count_nonzero() == 6
     assert q.full(torch.float64)[0].tolist() == pytest.approx([64 * 2 / 127, -2, 32 * 2 / 127])
     assert q.full(torch.bfloat16)[1:].tolist() == [[0, 0, 0], [254, 2, -4]]
 
@@ -63,18 +64,22 @@ def test_int8_by_hand():
 def test_int8_in_half_precision():
     """A scale of 8.7e-8 would be 6e-8 in float16, and 185 would wrap to -71. Codes are rounded
     once."""
-    assert Int8(torch.full((1, 4), 1.1e-5).half()).codes[0, :4].tolist() == [127] * 4
+    assert Int8(torch.full((1, 4), 1.1e-5).half()).numbers()[0].tolist() == [[127] * 4]
     w = torch.randn(1, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
     q = Int8(w)
-    assert torch.equal(q.codes[0], (w[0].float() / q.scale).round().to(torch.int8))
+    codes, scale = q.numbers()
+    assert torch.equal(codes, (w.float() / scale).round().to(torch.int8))
 
 
 def test_int4_by_hand():
     """A group of 32 from -8 to 7, where steps are 1, and a short one of equal weights."""
-    row = torch.cat([torch.arange(-8.0, 8).repeat(2), torch.full((3,), 0.25)])[None]
+    row = torch.cat([torch.arange(-8.0, 8).repeat_interleave(2), torch.full((3,), 0.25)])[None]
     q = Int4(row)
-    assert quant.unpack_nibbles(q.codes)[0, :16].tolist() == [*range(16)]
-    assert q.groups[0, :, 0].tolist() == [1, -8], "a step and an offset"
+    codes, step, offset = q.numbers()
+    assert codes[0, :32].tolist() == [k // 2 for k in range(32)]
+    assert (step[0, 0], offset[0, 0]) == (1, -8)
+    lines = q.tiles[0, 0, :256].view(4, 16, 4)      # weights 4i .. 4i+3 below, 16+4i .. above
+    assert lines[:, 0].flatten().tolist() == [k // 2 | 8 + k // 2 << 4 for k in range(16)]
     assert torch.equal(q.full(torch.float32)[:, :32], row[:, :32])
     assert (q.full(torch.float32)[:, 32:] - row[:, 32:]).abs().max() <= 0.25 / 15 / 2
 
@@ -115,12 +120,12 @@ def test_nf4_by_hand():
     (torch.float64, "cpu", 1e-12), (torch.bfloat16, "cpu", 2e-2), (torch.bfloat16, "cuda", 2e-2)],
                          ids=str)
 def test_the_product_is_that_of_the_matrix_it_stands_for(kind, dtype, device, near, monkeypatch):
-    """Also where rows.cpp has one of its own, which is for at most 16 rows; x may be a view."""
+    """Also where rows.cpp has one of its own, which is for at most 64 rows; x may be a view."""
     few = Mock(wraps=rows.call)
     monkeypatch.setattr(rows, "call", few)
     torch.manual_seed(0)
     q = KINDS[kind](torch.randn(130, 96).to(dtype).to(device))
-    whole, block = q.full(dtype).cpu().double(), torch.randn(3, 17, 96)
+    whole, block = q.full(dtype).cpu().double(), torch.randn(3, 22, 96)
     for x in (block[:1, :1], block, block[:, -1:], torch.randn(96, 4).T):
         x = x.to(dtype).to(device)
         y, want = F.linear(x, q), x.cpu().double() @ whole.T
@@ -158,7 +163,7 @@ def test_a_copy_shares_what_is_not_quantised_and_nothing_else(kind):
     assert all(map(torch.equal, matrices(m), before))
     assert all(isinstance(w, KINDS[kind]) for w in matrices(t))
     for a, b in zip(matrices(quantise(t, "int8")), matrices(t), strict=True):
-        assert torch.equal(a.codes, Int8(b.full(torch.float64)).codes)
+        assert torch.equal(a.tiles, Int8(b.full(torch.float64)).tiles)
 
 
 def test_costs_by_bytes():

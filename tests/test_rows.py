@@ -162,8 +162,8 @@ def test_what_it_does_not_know_runs_eagerly():
     assert not FewRows(wide).replays() and not nf4.replays()
     assert generate(FewRows(wide), PROMPTS, 8) == generate(wide, PROMPTS, 8)
     model = make(LLAMA).float()
-    x, at = torch.randn(1, few.FEW + 1, model.c.dim), Placement.span(0, few.FEW + 1)
-    for cache in None, KVCache(model.c, 1, 30, torch.float32):
+    x, at = torch.randn(1, rows.WIDTHS[-1] + 1, model.c.dim), Placement.span(0, rows.WIDTHS[-1] + 1)
+    for cache in None, KVCache(model.c, 1, 80, torch.float32):
         assert torch.equal(FewRows(model).run(x, at, cache), model.run(x, at, cache))
 
 

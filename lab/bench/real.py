@@ -73,7 +73,8 @@ def dither(model):
     for w in model.parameters():
         if w.dim() == 2:
             for some in w.split(ROWS):
-                step = Int4(some).groups[:, 0].float().repeat_interleave(SHARE, 1)[:, : w.shape[1]]
+                _, steps, _ = Int4(some).numbers()
+                step = steps.float().repeat_interleave(SHARE, 1)[:, : w.shape[1]]
                 some += (step * (torch.rand(step.shape, generator=g) - 0.5)).to(w.dtype)
 
 
