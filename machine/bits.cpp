@@ -28,53 +28,6 @@ struct Group {              // what belongs to 32 numbers of x, after all number
     int32_t start;          // of the sum of products, see `BIAS`
 };
 
-INLINE vf wide(const uint16_t *h) { return (vf)(__builtin_convertvector(get<vh>(h), vu) << 16); }
-INLINE vi spread(const void *four) { return get<int32_t>(four) - vi{}; }
-
-// --- in each lane: sum + four products of codes (-128 to 127) and numbers of x (-127 to 127)
-
-// Some processors take codes from 0 to 255 only. Those of int8 are moved there, and the sum starts
-// at minus BIAS times the sum of the numbers.
-#if (LANES == 16 && defined __AVX512VNNI__) || (LANES == 8 && defined __AVXVNNI__)
-#define BIAS 128
-#else
-#define BIAS 0
-#endif
-
-#if defined __AVX2__
-typedef VECTOR(int32_t, 8) part;
-INLINE part products_of(part sum, part codes, part x) {
-    // trap: two products of 255 would not fit into 16 bits
-    __m256i size = _mm256_abs_epi8((__m256i)codes);
-    __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8((__m256i)x, (__m256i)codes));
-    return sum + (part)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-}
-#elif defined __ARM_FEATURE_DOTPROD
-typedef VECTOR(int32_t, 4) part;
-INLINE part products_of(part sum, part codes, part x) {
-    return (part)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)x);
-}
-#else
-typedef vi part;
-INLINE part products_of(part sum, part codes, part x) {
-    for (int i = 0; i < 32; i += 8) sum += (codes << (24 - i) >> 24) * (x << (24 - i) >> 24);
-    return sum;
-}
-#endif
-
-INLINE vi products(vi sum, vi codes, vi x) {
-#if BIAS && LANES == 16
-    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
-#elif BIAS
-    return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
-#else
-    part *sums = (part *)&sum, *all_codes = (part *)&codes, *numbers = (part *)&x;
-    for (size_t i = 0; i < sizeof(vi) / sizeof(part); i++)
-        sums[i] = products_of(sums[i], all_codes[i], numbers[i]);
-    return sum;
-#endif
-}
-
 // --- the forms of x. dots[m] = the weights of a tile times 32 numbers of row m of x
 
 INLINE int64_t row_of(int64_t k, int64_t bytes) {       // of k numbers, with their Groups
@@ -153,18 +106,18 @@ template <int size> struct Whole {
     }
 };
 
-// As it is, in bfloat16: one instruction takes two numbers for each lane.
+// Of int4 as it is, in bfloat16: one instruction takes two numbers for each lane, and a table turns
+// codes into numbers. (From int8 they are made so slowly that float32 is no worse.)
 #ifdef __AVX512BF16__
-// 0 to 15 in bfloat16
 const uint16_t NUMBERS[16] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
                               0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
 
-template <int size> struct Half {
-    static const int bits = size, bytes = 2;
+struct Half {
+    static const int bits = 4, bytes = 2;
     static void put(const float *x, char *to, Group *group) {
-        for (int i = 0; i < SHARE; i++) {   // int4: in the order that the shifts below give
-            int other = i / 8 * 4 + i % 8 / 4 + i % 2 * 2 + i / 2 % 2 * 16;
-            ((uint16_t *)to)[i] = bfloat16(x[bits == 4 ? other : i]);
+        for (int i = 0; i < SHARE; i++) {   // in the order that the shifts below give
+            int from = i / 8 * 4 + i % 8 / 4 + i % 2 * 2 + i / 2 % 2 * 16;
+            ((uint16_t *)to)[i] = bfloat16(x[from]);
             group->sum += x[i];
         }
         group->scale = 1;
@@ -172,34 +125,28 @@ template <int size> struct Half {
     template <int M>
     INLINE void dot(vf *dots, const char *lines, const char *x, const Group *, int64_t row) {
         // twice, because a table has 32 places, and the fifth bit is another code's
-        __m512i table = _mm512_broadcast_i64x4(get<__m256i>(NUMBERS));
+        const __m512i table = _mm512_broadcast_i64x4(get<__m256i>(NUMBERS));
         __m512bh pairs[16];
         #pragma GCC unroll 16
         for (int i = 0; i < 16; i++) {
-            if (bits == 4) {
-                vi line = get<vi>(lines + i / 4 * LINE) >> i % 4 * 4;
-                pairs[i] = (__m512bh)_mm512_permutexvar_epi16((__m512i)line, table);
-            } else {
-                vi line = get<vi>(lines + i / 2 * LINE) << (1 - i % 2) * 16;
-                vu first = (vu)__builtin_convertvector(line << 8 >> 24, vf);
-                vu second = (vu)__builtin_convertvector(line >> 24, vf);
-                pairs[i] = (__m512bh)(first >> 16 | second);
-            }
+            vi line = get<vi>(lines + i / 4 * LINE) >> i % 4 * 4;
+            pairs[i] = (__m512bh)_mm512_permutexvar_epi16((__m512i)line, table);
         }
         #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
             __m512 even = {}, odd = {};
             #pragma GCC unroll 8
             for (int i = 0; i < 16; i += 2) {
-                even = _mm512_dpbf16_ps(even, pairs[i], (__m512bh)spread(x + m * row + 4 * i));
-                odd = _mm512_dpbf16_ps(odd, pairs[i + 1], (__m512bh)spread(x + m * row + 4 * i + 4));
+                const char *in = x + m * row + 4 * i;
+                even = _mm512_dpbf16_ps(even, pairs[i], (__m512bh)spread(in));
+                odd = _mm512_dpbf16_ps(odd, pairs[i + 1], (__m512bh)spread(in + 4));
             }
             dots[m] = (vf)even + (vf)odd;
         }
     }
 };
 #else
-template <int size> struct Half : Whole<size> {};
+typedef Whole<4> Half;
 #endif
 
 // --- sixteen outputs
@@ -250,33 +197,3 @@ template <class Form> struct Lanes : Form {
         }
     }
 };
-
-// --- for all kinds
-
-// go(S{}), where S is what rows.cpp or this file has for a kind
-template <class Go> INLINE auto with(int64_t kind, Go go) {
-    switch (kind) {
-        case FLOAT32: return go(Plain<Floats<FLOAT32>>{});
-        case BFLOAT16: return go(Plain<Pairs>{});
-        case FLOAT16: return go(Plain<Floats<FLOAT16>>{});
-        case INT8: return go(Lanes<Whole<8>>{});
-        case INT4: return go(Lanes<Whole<4>>{});
-        case INT8_BFLOAT16: return go(Lanes<Half<8>>{});
-        case INT4_BFLOAT16: return go(Lanes<Half<4>>{});
-        case INT8_ROUNDED: return go(Lanes<Rounded<8>>{});
-        default: return go(Lanes<Rounded<4>>{});
-    }
-}
-
-static void multiply(const Weight &w, const char *x, float *y, int64_t M) {
-    with(w.kind, [&](auto s) { loop<decltype(s)>(w, x, y, M); });
-}
-
-static int64_t row_bytes(const Weight &w) {     // of a row of x, in the form that `multiply` takes
-    return with(w.kind, [&](auto s) { return decltype(s)::row(w.k); });
-}
-
-static void prepare(const Weight &w, const float *x, char *to) {
-    memset(to, 0, row_bytes(w));
-    with(w.kind, [&](auto s) { decltype(s)::prepare(x, w.k, to); });
-}

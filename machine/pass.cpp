@@ -7,7 +7,7 @@
 // holds for a whole pass: a row depends on its text alone, not on the rows beside it. Numbers are
 // float32 on their way, and rounded to the model's type wherever model.py rounds them. All threads
 // run all of it together, and share the iterations of each loop.
-#include "bits.cpp"
+#include "kinds.cpp"
 #include <vector>
 #ifdef _OPENMP
 #include <omp.h>
@@ -40,22 +40,6 @@ struct Pass {                   // B texts, T tokens of each, S slots that are r
 };
 
 // --- numbers: a float, a bfloat16, a float16, by the model's type
-
-INLINE float from_float16(uint16_t h) {
-    uint32_t size = (h & 0x7fff) << 13;
-    float f = get<float>(&size) * 0x1p112f;     // its exponent is smaller by 112
-    uint32_t bits = get<uint32_t>(&f) | (size >= 0x0f800000 ? 0x7f800000 : 0) | (h & 0x8000) << 16;
-    return get<float>(&bits);
-}
-
-INLINE uint16_t float16(float f) {      // the nearest, and of two the even one
-    uint32_t bits = get<uint32_t>(&f), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
-    if (size > 0x7f800000) return sign | 0x7e00;        // NaN
-    if (size >= 0x47800000) return sign | 0x7c00;       // 65536 and more
-    if (size >= 0x38800000) return sign | (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13;
-    float sum = get<float>(&size) + 0.5f;               // a subnormal: the last bits of the sum
-    return sign | (get<uint32_t>(&sum) - 0x3f000000);
-}
 
 template <Kind type> INLINE float load(const void *x, int64_t i) {
     if (type == FLOAT32) return ((const float *)x)[i];

@@ -135,11 +135,12 @@ class Whole(Matrix):
     def detach(self):   # as tensors have it; nothing here is trained
         return self
 
-    def kind(self, kind):
-        """The number of this kind in machine/rows.cpp, by the form in which it takes x."""
-        if self.rounds:
-            return kind + rows.ROUNDED
-        return kind + rows.BFLOAT16 * (self.dtype == torch.bfloat16)
+    def describe(self):
+        form = "in bfloat16" if self.dtype == torch.bfloat16 else "as it is"
+        kind = rows.WHOLE[self.bits, "rounded" if self.rounds else form]
+        scale = self._buffers.get("scale")
+        return Weight(self.tiles.data_ptr(), None if scale is None else scale.data_ptr(),
+                      self.rows, self.columns, kind)
 
 
 def tiled(t):
@@ -160,6 +161,7 @@ def untiled(tiles, N, K):
 
 class Int8(Whole):
     """Each row is multiplied by one scale, and its largest magnitude becomes 127."""
+    bits = 8
     names = "tiles", "scale"
 
     def encode(self, w):
@@ -177,10 +179,6 @@ class Int8(Whole):
         lines = self.tiles.unflatten(2, (8, OUTPUTS, 4)).transpose(2, 3)
         return untiled(lines.flatten(3), self.rows, self.columns), self.scale[: self.rows]
 
-    def describe(self):
-        return Weight(self.tiles.data_ptr(), self.scale.data_ptr(), self.rows, self.columns,
-                      self.kind(rows.INT8))
-
     def full(self, dtype):
         codes, scale = self.numbers()
         return (codes * scale).to(dtype)
@@ -189,6 +187,7 @@ class Int8(Whole):
 class Int4(Whole):
     """Weight k of a group of 32 is offset + code * step. The smallest weight becomes 0, and the
     largest 15. A shorter last group of a row is padded with zeros."""
+    bits = 4
     names = ("tiles",)
 
     def encode(self, w):
@@ -217,9 +216,6 @@ class Int4(Whole):
         codes = torch.stack([lines & 15, lines >> 4], 3).flatten(3)
         pairs = [part.contiguous().view(torch.bfloat16).mT.flatten(0, 1) for part in pairs]
         return untiled(codes, self.rows, self.columns), *(part[: self.rows] for part in pairs)
-
-    def describe(self):
-        return Weight(self.tiles.data_ptr(), None, self.rows, self.columns, self.kind(rows.INT4))
 
     def full(self, dtype):
         codes, step, offset = self.numbers()

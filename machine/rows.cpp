@@ -15,39 +15,17 @@
 //
 // trap: rows of x begin at a cache line. If they began in the middle of one, every load of x would
 // read two lines, and a block of five tokens would take half as long again.
-#include <stdint.h>
-#include <string.h>
-#if defined __x86_64__
-#include <immintrin.h>
-#elif defined __aarch64__
-#include <arm_neon.h>
-#endif
-#ifdef __AVX512F__
-#define LANES 16        // of a vector, in floats
-#define TILE 8          // rows of x at a time: their accumulators must fit into the registers
-#else
-#define LANES 8
-#define TILE 4
-#endif
-#define LINE 64         // bytes of a cache line
+#include "vectors.cpp"
+
 #define STEP 64         // weights that are read together
 #define AHEAD 4096      // bytes between what is prefetched and what is used
 #define CACHE 32768     // bytes of x that the first cache holds. Longer rows are cut into pieces:
 #define PIECE 1024      // the numbers of each row that stay there, while
 #define OUTPUTS 8       // these outputs use them in turn
-#define INLINE static inline __attribute__((always_inline))
 
-// Vectors, which the compiler turns into the processor's own.
-#define VECTOR(type, n) type __attribute__((vector_size(sizeof(type) * n), may_alias))
-typedef VECTOR(float, LANES) vf;
-typedef VECTOR(int32_t, LANES) vi;
-typedef VECTOR(uint32_t, LANES) vu;
-typedef VECTOR(uint16_t, LANES) vh;
-
-// Of a matrix. Whole numbers have three kinds each, by the form in which they take x: as float32,
-// as bfloat16, or rounded to int8.
-enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, INT8_BFLOAT16, INT4_BFLOAT16, INT8_ROUNDED,
-            INT4_ROUNDED };
+// Of a matrix, and of the form in which it takes x: whole numbers take it as it is, in bfloat16
+// (HALF), or rounded to int8.
+enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, INT4_HALF, INT8_ROUNDED, INT4_ROUNDED };
 
 struct Weight {                 // a matrix (n, k)
     const char *data;           // rows of numbers, or the tiles of bits.cpp
@@ -55,54 +33,7 @@ struct Weight {                 // a matrix (n, k)
     int64_t n, k, kind;
 };
 
-template <class T> INLINE T get(const void *p) {        // from any address
-    T t;
-    memcpy(&t, p, sizeof t);
-    return t;
-}
-
 INLINE int64_t pad(int64_t k) { return (k + STEP - 1) / STEP * STEP; }
-INLINE vf aligned(const void *p) { return *(const vf *)p; }     // from a multiple of its size
-INLINE vf all(float f) { return f - vf{}; }
-
-// a * b + c, rounded once where the processor can. trap: a compiler that may choose (-ffp-contract)
-// chooses differently for different numbers of rows.
-INLINE float fused(float a, float b, float c) {
-#if defined __FMA__ || defined __aarch64__
-    return __builtin_fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-
-INLINE vf fused(vf a, vf b, vf c) {
-#if LANES == 16
-    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined __FMA__
-    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-    vf sum;
-    for (int i = 0; i < LANES; i++) sum[i] = fused(a[i], b[i], c[i]);
-    return sum;
-#endif
-}
-
-INLINE float total(vf v) {              // by halves: one by one, each addition would wait
-    typedef VECTOR(float, 4) four;
-    four sum = {};
-    for (int i = 0; i < LANES; i += 4) sum += get<four>((const float *)&v + i);
-    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
-}
-
-INLINE float wide(uint16_t h) {         // bfloat16 is the upper half of a float32
-    uint32_t bits = (uint32_t)h << 16;
-    return get<float>(&bits);
-}
-
-INLINE uint16_t bfloat16(float f) {     // the nearest, and of two the even one
-    uint32_t bits = get<uint32_t>(&f);
-    return f == f ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
-}
 
 // The i-th vector of a step's weights, as floats.
 template <Kind kind> INLINE vf weights_of(const char *data, int i) {

@@ -1,4 +1,4 @@
-"""The C++ of rows.cpp, bits.cpp and pass.cpp, compiled once per machine and called by ctypes.
+"""The C++ of pass.cpp and what it includes, compiled once per machine and called by ctypes.
 
     library()               what is compiled, or None where that cannot be done
     describe(w)             a matrix as a Weight, one of the structs that both languages share
@@ -29,11 +29,11 @@ from machine.kept import cache_file, hardware, keep
 
 WIDTHS = 24, 32, 48, 64     # numbers of rows for which torch's product may be slower than the loop
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}    # a `Kind` in rows.cpp
-INT8 = 3            # kinds of whole numbers, which take x as float32,
-INT4 = 4
-BFLOAT16 = 2        # and what taking it as bfloat16, or rounding it to int8, adds to a kind
-ROUNDED = 4
-SOURCES = [Path(__file__).with_name(name) for name in ("rows.cpp", "bits.cpp", "pass.cpp")]
+# a `Kind` of whole numbers, by their bits and by the form in which they take x
+WHOLE = {(8, "as it is"): 3, (4, "as it is"): 4, (8, "in bfloat16"): 3, (4, "in bfloat16"): 5,
+         (8, "rounded"): 6, (4, "rounded"): 7}
+FILES = "vectors.cpp", "rows.cpp", "bits.cpp", "kinds.cpp", "pass.cpp"
+SOURCES = [Path(__file__).with_name(name) for name in FILES]
 
 
 def fields(kind, names):
@@ -139,7 +139,7 @@ def check(lib):
         # any bytes are whole numbers, and these are steps and offsets in bfloat16, too
         tiles = torch.linspace(-2, 2, 5 * (K + 31) // 32 * 256).to(torch.bfloat16)
         scale = torch.ones(80)
-        for kind in range(INT8, INT8 + 6):
+        for kind in set(WHOLE.values()):
             what = Weight(tiles.data_ptr(), scale.data_ptr(), 70, K, kind)
             alone(lib, x, what, f"kind {kind}")
 

@@ -121,6 +121,7 @@ def test_nf4_by_hand():
                          ids=str)
 def test_the_product_is_that_of_the_matrix_it_stands_for(kind, dtype, device, near, monkeypatch):
     """Also where rows.cpp has one of its own, which is for at most 64 rows; x may be a view."""
+    rows.library()      # compiled now, and checked by `call`
     few = Mock(wraps=rows.call)
     monkeypatch.setattr(rows, "call", few)
     torch.manual_seed(0)
