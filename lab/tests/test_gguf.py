@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from stories import story_tokenizer
@@ -27,8 +28,16 @@ TEXTS = [
     "  two  spaces\u3000"]
 
 
-def write(path, m, tokenizer, arch="llama", pre="gpt-2", kind="gpt2", scaled=False):
-    c, writer = m.c, gguf.GGUFWriter(path, arch)
+TYPES = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32,
+         bool: gguf.GGUFValueType.BOOL, str: gguf.GGUFValueType.STRING,
+         list: gguf.GGUFValueType.ARRAY}
+
+
+def write(path, m, tokenizer, arch="llama", pre="gpt-2", keys=(), lacks=(), tensors=(),
+          endian=gguf.GGUFEndian.LITTLE):
+    """keys: {key: value} besides the usual ones, or instead of them; lacks: what is left out;
+    tensors: {name: array} instead of the model's."""
+    c, writer = m.c, gguf.GGUFWriter(path, arch, endianess=endian)
     parts = json.loads(tokenizer.to_str())["model"]
     vocab = tokenizer.get_vocab()
     tokens = sorted(vocab, key=vocab.get)
@@ -40,21 +49,27 @@ def write(path, m, tokenizer, arch="llama", pre="gpt-2", kind="gpt2", scaled=Fal
              "feed_forward_length": c.hidden_dim, "head_count": c.n_heads,
              "head_count_kv": c.n_kv_heads, "key_length": c.head_dim,
              "rope_freq_base": c.rope_theta, "layer_norm_rms_eps": c.norm_eps,
-             "tokenizer_model": kind, "tokenizer_pre": pre, "token_list": tokens,
+             "tokenizer_model": "gpt2", "tokenizer_pre": pre, "token_list": tokens,
              "token_types": types, "token_merges": [" ".join(pair) for pair in parts["merges"]],
              "add_bos_token": arch == "llama", "bos_token_id": c.bos, "eos_token_id": c.eos[0],
              "chat_template": "{{ messages[0]['content'] }}"}
     for name, value in given.items():
         getattr(writer, f"add_{name}")(value)
-    if scaled:
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    usual = writer.kv_data[0]
+    for key, value in dict(keys).items():
+        usual.pop(key, None)
+        writer.add_key_value(key, value, TYPES[type(value)])
+    for key in lacks:
+        usual.pop(key, None)
     for name, piece in checkpoint.parts(m):
         w = piece.detach().float().reshape(checkpoint.stored_shape(name, piece))
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             # llama.cpp's order of the rows: the two numbers that rotate together side by side
             heads = c.n_heads if "q_proj" in name else c.n_kv_heads
             w = w.view(heads, 2, -1, c.dim).transpose(1, 2).reshape(w.shape)
-        writer.add_tensor(ours.their_name(name), w.numpy())
+        w = dict(tensors).get(ours.their_name(name), w.numpy())
+        if ours.their_name(name) not in lacks:
+            writer.add_tensor(ours.their_name(name), w)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -105,14 +120,107 @@ def test_a_qwen2_has_the_weights_and_ids_of_transformers(tmp_path, tied):
     assert len(read.get_vocab()) == len(theirs), "the rows that only pad the matrices are no tokens"
 
 
-def test_what_is_not_read_is_named(call, tmp_path, monkeypatch):
+QUARTER = {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize("keys, scaling", [
+    ({"llama.rope.scaling.type": "none"}, None),
+    ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, None),
+    ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, QUARTER),
+    ({"llama.rope.scaling.factor": 4.0}, QUARTER), ({"llama.rope.scale_linear": 4.0}, QUARTER),
+    ({"llama.rope.scaling.factor": 1.0}, None)], ids=str)
+def test_linear_scaling_of_positions(tmp_path, keys, scaling):
+    """As llama.cpp reads the keys: without a type it is linear, and "none" beats a factor."""
+    write(tmp_path / "m.gguf", make(C), story_tokenizer(), keys=keys)
+    assert ours.main([str(tmp_path / "m.gguf"), str(tmp_path / "out")]) == 0
+    assert checkpoint.load(tmp_path / "out", "cpu")[0].c.rope_scaling == scaling
+
+
+def test_keys_that_change_nothing(tmp_path):
+    """What is off, what repeats what follows from other keys, and lists of equal numbers."""
+    keys = {"llama.rope.dimension_count": C.head_dim, "llama.attention.value_length": C.head_dim,
+            "llama.attention.causal": True, "llama.expert_count": 0, "llama.vocab_size": 303,
+            "llama.attention.head_count": [C.n_heads] * C.n_layers, "general.type": "model",
+            "llama.attention.sliding_window": 0, "split.count": 1, "general.name": "x"}
+    write(tmp_path / "m.gguf", make(C), story_tokenizer(), keys=keys)
+    assert ours.main([str(tmp_path / "m.gguf"), str(tmp_path / "out")]) == 0
+    assert checkpoint.load(tmp_path / "out", "cpu")[0].c == C
+
+
+def test_an_answer_ends_at_each_kind_of_end(tmp_path):
+    keys = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 7}
+    write(tmp_path / "m.gguf", make(C), story_tokenizer(), keys=keys)
+    assert ours.main([str(tmp_path / "m.gguf"), str(tmp_path / "out")]) == 0
+    assert checkpoint.load(tmp_path / "out", "cpu")[0].c.eos == (0, 5, 7)
+
+
+def test_a_file_that_does_not_say_how_a_text_is_cut_needs_pre(call, tmp_path):
     path, out = tmp_path / "m.gguf", tmp_path / "out"
-    for changes, words in (({"arch": "gemma2"}, "architecture is gemma2"),
-                           ({"kind": "llama"}, "its tokenizer is llama"),
-                           ({"scaled": True}, "scaled rotary angles")):
-        write(path, make(C), story_tokenizer(), **changes)
-        call.refuses([path, out], tmp_path, words)
-    path.write_text("no model")
-    call.refuses([path, out], tmp_path, "not a readable GGUF file")
+    write(path, make(C), story_tokenizer(), lacks=["tokenizer.ggml.pre"])
+    call.refuses([path, out], tmp_path, "no tokenizer.ggml.pre", "add --pre")
+    assert call(path, out, "--pre", "gpt-2")[0] == 0
+    assert checkpoint.encode(checkpoint.load(out, "cpu")[1], "a 12") == checkpoint.encode(
+        story_tokenizer(), "a 12")
+
+
+def test_an_end_is_added_where_the_file_says_so(tmp_path):
+    write(tmp_path / "m.gguf", make(C), story_tokenizer(),
+          keys={"tokenizer.ggml.add_eos_token": True})
+    _, tokenizer = ours.read(tmp_path / "m.gguf")
+    ids = checkpoint.encode(tokenizer, "Lily")
+    assert (ids[0], ids[-1]) == (0, 0) and 0 not in ids[1:-1] and len(ids) > 2
+
+
+GGML, TOKENS = "tokenizer.ggml", "tokenizer.ggml.tokens"
+REFUSED = [     # how the file is written, words of the refusal
+    ({"arch": "gemma2"}, "architecture is gemma2"),
+    ({"keys": {f"{GGML}.model": "llama"}}, "its tokenizer is llama"),
+    ({"keys": {f"{GGML}.pre": "llama-bpe"}}, "llama-bpe"),
+    ({"keys": {"llama.rope.scaling.type": "yarn"}}, "rope.scaling.type yarn"),
+    ({"keys": {"llama.rope.dimension_count": 4}}, "rope.dimension_count 4 is not supported"),
+    ({"keys": {"llama.attention.causal": False}}, "attention.causal False"),
+    ({"keys": {"llama.attention.value_length": 4}}, "attention.value_length 4"),
+    ({"keys": {"llama.attention.head_count": [4, 4, 2]}}, "head_count differs from layer to layer"),
+    ({"keys": {"llama.feed_forward_length": [48, 24]}}, "feed_forward_length differs"),
+    ({"keys": {"llama.expert_count": 4}}, "expert_count 4"),
+    ({"keys": {"llama.logit_scale": 2.0}}, "logit_scale 2.0"),
+    ({"keys": {"llama.a_key_of_tomorrow": 2.0}}, "a_key_of_tomorrow"),
+    ({"keys": {"general.type": "adapter"}}, "general.type is adapter"),
+    ({"keys": {"split.count": 2, "split.no": 0}}, "part 1 of 2 of a split file"),
+    ({"keys": {f"{GGML}.eos_token_id": 32000}}, f"{GGML}.eos_token_id is 32000"),
+    ({"keys": {f"{GGML}.eot_token_id": 303}}, f"{GGML}.eot_token_id is 303"),
+    ({"keys": {f"{GGML}.bos_token_id": 303}}, f"{GGML}.bos_token_id is 303"),
+    ({"keys": {f"{GGML}.token_type": [1] * 7}}, "303 tokens, but 7 types"),
+    ({"keys": {TOKENS: [*"aba", *map(str, range(300))]}}, "tokens 0 and 2 are both 'a'"),
+    ({"keys": {f"{GGML}.merges": ["qq zz"]}}, "m.gguf: "),
+    ({"keys": {f"{GGML}.merges": ["a b c"]}}, "m.gguf: "),
+    ({"keys": {"llama.attention.head_count": 0}}, "m.gguf: "),
+    ({"lacks": [f"{GGML}.merges"]}, f"no key {GGML}.merges"),
+    ({"lacks": [TOKENS, f"{GGML}.model", f"{GGML}.pre"]}, f"no key {TOKENS}"),
+    ({"lacks": [f"{GGML}.bos_token_id"]}, f"no key {GGML}.bos_token_id"),
+    *(({"lacks": [f"llama.{key}"]}, f"no key {key}") for key in (
+        "block_count", "embedding_length", "attention.head_count", "context_length",
+        "feed_forward_length", "attention.layer_norm_rms_epsilon")),
+    ({"lacks": ["blk.1.ffn_up.weight"]}, "tensor blk.1.ffn_up.weight is missing"),
+    ({"tensors": {"blk.1.ffn_up.weight": np.zeros((32, 48), "f4")}}, "need (48, 32)"),
+    ({"tensors": {"blk.1.ffn_up.weight": np.zeros((48, 32))}}, "stored as F64"),
+    ({"keys": {"llama.block_count": 1}}, "blk.1.", "is no tensor of a plain Llama"),
+    ({"endian": gguf.GGUFEndian.BIG}, "byte order")]
+
+
+@pytest.mark.parametrize("changes, words", [(row[0], row[1:]) for row in REFUSED],
+                         ids=[row[1] for row in REFUSED])
+def test_what_is_not_read_is_named(call, tmp_path, changes, words):
+    path = tmp_path / "m.gguf"
+    write(path, make(C), story_tokenizer(), **changes)
+    call.refuses([path, tmp_path / "out"], tmp_path, path, *words)
+
+
+def test_what_is_no_gguf_is_named(call, tmp_path, monkeypatch):
+    path, out = tmp_path / "m.gguf", tmp_path / "out"
+    call.refuses([path, out], tmp_path, path, "No such file")
+    for text in ("no model", "", "GGUF"):
+        path.write_text(text)
+        call.refuses([path, out], tmp_path, path, "not a readable GGUF file")
     monkeypatch.setitem(sys.modules, "gguf", None)
     call.refuses([path, out], tmp_path, "the package gguf is not installed: pip install gguf")
