@@ -3,6 +3,7 @@
 These are compiled loops and measured costs. Anything here can be made again, and its name says what
 it depends on.
 """
+import contextlib
 import hashlib
 import os
 import platform
@@ -28,6 +29,38 @@ def keep(path, content):
         temporary.write_bytes(content)
 
 
+def digest(*contents):
+    """A short hash of bytes."""
+    return hashlib.sha256(b"\0".join(contents)).hexdigest()[:16]
+
+
+def keep_whole(stem, suffix, content):
+    """`keep` in a file whose name ends with the hash of its content. `stem` is its path without
+    that."""
+    keep(stem.with_name(f"{stem.name}-{digest(content)}{suffix}"), content)
+
+
+def find_whole(stem, suffix):
+    """The path of what `keep_whole` wrote, or None. A file that was damaged later is removed."""
+    for path in stem.parent.glob(f"{stem.name}-*{suffix}"):
+        with contextlib.suppress(OSError):
+            if path.stem.endswith(digest(path.read_bytes())):
+                return path
+            path.unlink()
+    return None
+
+
+def processor():
+    """What tells this processor from others. A model's name is not enough, because ARM processors
+    have none and virtual machines share theirs."""
+    names = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
+    try:
+        first, _, _ = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")
+    except OSError:
+        return platform.processor() or platform.machine()
+    return "\n".join(line for line in first.splitlines() if line.startswith(names))
+
+
 def hardware(device):
     """What the model runs on, as the name of the GPU or of the processor with the number of
     threads."""
@@ -47,5 +80,5 @@ def identity(model, *facts):
     number of threads, the shapes and dtypes of the weights (not their values), and these facts."""
     weights = [(name, tuple(w.shape), w.dtype) for name, w in model.state_dict().items()]
     device = model.tok.device
-    facts = torch.__version__, hardware(device), device.type, model.c, weights, facts
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    machine = processor(), hardware(device), device.type
+    return digest(repr((torch.__version__, machine, model.c, weights, facts)).encode())

@@ -5,10 +5,10 @@
     call(library(), x, ...) y = x w^T for few rows, each with the same bits alone and among others
 
 Compiling takes some five seconds. The result lies in the user's cache folder, under a name made of
-the source, the compiler and the processor. It is kept only after it has passed `check`.
+the source, the instruction sets that the compiler was allowed to use, and the processor. It has
+passed `check` before it is kept and before it is used again.
 """
 import ctypes
-import hashlib
 import os
 import platform
 import shutil
@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 import files
-from machine.kept import cache_file, hardware, keep
+from machine.kept import cache_file, digest, find_whole, keep, keep_whole, processor
 
 WIDTHS = 24, 32, 48, 64     # numbers of rows for which torch's product may be slower than the loop
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}    # a `Kind` in rows.cpp
@@ -86,12 +86,21 @@ def flags():
             "-ffp-contract=off", "-Wno-psabi", "-shared", "-fPIC"]
 
 
-def build(path):
-    """Compile the sources, and keep the result in the file `path`. Returns the library. Raises
-    OSError or ValueError if it cannot be compiled or does not pass its check."""
+def identity():
+    """A hash of what the compiled loops depend on. -march=native resolves to instruction sets,
+    which the compiler names among its macros, beside its version."""
+    command = [compiler(), *flags()]
+    macros = subprocess.run([*command, "-dM", "-E", "-x", "c++", os.devnull], capture_output=True)
+    facts = [source.read_bytes() for source in SOURCES]
+    return digest(*facts, " ".join(command).encode(), macros.stdout, processor().encode())
+
+
+def build(stem):
+    """Compile the sources, and keep the result; for `stem` see `keep_whole`. Returns the library.
+    Raises OSError or ValueError if it cannot be compiled or does not pass its check."""
     command = compiler()
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / path.name
+        made = Path(folder) / f"{stem.name}.so"
         run = subprocess.run([command, *flags(), str(SOURCES[-1]), "-o", str(made)],
                              capture_output=True, text=True)
         if run.returncode:
@@ -100,9 +109,24 @@ def build(path):
         lib = ctypes.CDLL(str(made))
         check(lib)
         try:
-            keep(path, made.read_bytes())
+            keep_whole(stem, ".so", made.read_bytes())
         except OSError as e:
             files.note("rows", f"not kept, so the next run compiles again: {e}")
+    return lib
+
+
+def load_kept(stem):
+    """The library that an earlier run has kept, or None if there is none that works here. It cannot
+    be loaded from a folder without the right to execute."""
+    path = find_whole(stem, ".so")
+    if path is None:
+        return None
+    try:
+        lib = ctypes.CDLL(str(path))
+        check(lib)
+    except (OSError, ValueError, AttributeError) as e:
+        files.note("rows", f"{path} is not used: {e}")
+        return None
     return lib
 
 
@@ -110,16 +134,12 @@ def build(path):
 def library():
     """The compiled functions. If there are none, print one line that says why, and return None."""
     try:
-        version = subprocess.run([compiler(), "--version"], capture_output=True).stdout
-        processor = hardware(torch.device("cpu")).rpartition(",")[0]    # without its threads
-        facts = [source.read_bytes() for source in SOURCES]
-        facts += [version, " ".join(flags()).encode(), processor.encode()]
-        name = hashlib.sha256(b"\0".join(facts)).hexdigest()[:16]
-        path = cache_file(f"rows-{name}.so")
-        if path.is_file():
-            return ctypes.CDLL(str(path))
-        files.note("rows", "compiling the loops of machine/rows.cpp, once per machine")
-        return build(path)
+        stem = cache_file(f"rows-{identity()}")
+        lib = load_kept(stem)
+        if lib is None:
+            files.note("rows", "compiling the loops of machine/rows.cpp, once per machine")
+            lib = build(stem)
+        return lib
     except (OSError, ValueError) as e:
         files.note("rows", f"few rows are multiplied by the library, because of {e}")
         return None
@@ -158,7 +178,7 @@ def few(dtype):
     """Up to how many rows the loop multiplies faster than torch, for a matrix of this dtype. It is
     measured once per machine and then kept, so that the next run reads its prompt by the same
     routine. The least is more than any round has."""
-    parts = Path(library()._name).stem, torch.__version__, torch.get_num_threads(), dtype
+    parts = "rows", identity(), torch.__version__, torch.get_num_threads(), dtype
     path = cache_file("-".join(map(str, parts)).replace("torch.", "") + ".txt")
     try:
         return int(path.read_text())

@@ -13,7 +13,7 @@ from tiny import GEMMA, LIVELY, LLAMA, PROMPTS, Unsure, a_tree, each_family, mak
 
 from kvcache import KVCache, prefill
 from layerskip import SelfDraft
-from machine import few, rows
+from machine import rows
 from machine.few import FewRows
 from machine.quant import Int4, Int8, quantise
 from methods.heads import Eagle, Kangaroo
@@ -197,6 +197,58 @@ def test_two_processes_may_compile_at_once(folder):
             for _ in range(2)]
     assert [run.communicate()[0] for run in runs] == ["True\n"] * 2
     assert [path.suffix for path in (folder / "self-speculative-decoding").iterdir()] == [".so"]
+
+
+def quick():
+    """`rows.library` in a new process, which compiles without optimising. What it writes."""
+    code = ("from machine import rows; flags = rows.flags; "
+            "rows.flags = lambda: [*flags(), '-O0']; print(rows.library() is not None)")
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    return run.stdout + run.stderr
+
+
+def test_a_damaged_or_foreign_kept_file_is_compiled_anew(folder):
+    """A truncated library would end each later run with SIGBUS, and no output."""
+    assert "compiling" in quick() and "True\n" == quick()
+    [path] = folder.rglob("*.so")
+    whole = path.read_bytes()
+    foreign = Path(torch._C.__file__).read_bytes()
+    for content in (whole[:5000], whole[:-1] + b"x", b"", foreign):
+        path.write_bytes(content)
+        said = quick()
+        assert "compiling" in said and "True" in said
+        assert [p.read_bytes() for p in folder.rglob("*.so")] == [whole]
+
+
+def test_what_cannot_be_loaded_or_is_another_library_is_not_used(folder, monkeypatch, capsys):
+    """A folder that is mounted without the right to execute, and functions that are missing."""
+    quick()
+    load = rows.ctypes.CDLL
+
+    def refuse(path):
+        if path.startswith(str(folder)):
+            raise OSError("failed to map segment from shared object")
+        return load(path)
+
+    monkeypatch.setattr(rows, "flags", lambda flags=rows.flags: [*flags(), "-O0"])
+    for cdll in (refuse, lambda path: load(None) if path.startswith(str(folder)) else load(path)):
+        rows.library.cache_clear()
+        monkeypatch.setattr(rows.ctypes, "CDLL", cdll)
+        assert rows.library() is not None
+        assert "is not used: " in capsys.readouterr().err
+
+
+def test_other_instruction_sets_have_another_file(monkeypatch):
+    """On ARM the processor has no name, and virtual machines share theirs."""
+    mine = rows.identity()
+    assert mine == rows.identity()
+    monkeypatch.setattr(rows, "flags", lambda flags=rows.flags: [*flags(), "-D__A_SET__=1"])
+    assert rows.identity() != mine
+    names = set()
+    for flags in ("fp asimd", "fp asimd sve bf16"):
+        monkeypatch.setattr(Path, "read_text", lambda *_, text=flags, **__: f"Features : {text}")
+        names.add(rows.identity())
+    assert len(names) == 2
 
 
 def test_what_is_compiled_wrongly_is_not_kept(folder, monkeypatch, tmp_path_factory, capsys):
