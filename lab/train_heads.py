@@ -30,7 +30,7 @@ from model import Placement, StandIn
 from sampling import Coins, to_probs
 from speculative import generate
 from support import cli
-from support.chat import read_template
+from support.chat import message
 from support.texts import read_texts
 
 EXIT = ("exit-layer", None, 0, 2**20, "after which block it reads (default: a sixth)")
@@ -108,9 +108,8 @@ def fresh_head(a, model):
 
 def ask(folder, tokenizer, texts):
     """Some prompts in the chat template of a model's folder, as ids."""
-    render = read_template(folder)
-    return [checkpoint.encode(tokenizer, render([{"role": "user", "content": text}]), special=False)
-            for text in texts]
+    render = message(folder)
+    return [checkpoint.encode(tokenizer, render(text), special=False) for text in texts]
 
 
 def write_text(model, count, seed, length, temperature=1.0, opening=0, prompts=None):

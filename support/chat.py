@@ -67,6 +67,27 @@ def read_template(folder):
     return render
 
 
+PROBE = "what-the-user-wrote"     # a word that no template has
+
+
+def message(folder):
+    """A function of a user's message that returns the prompt, by the template in `folder`. Some
+    templates take a message only as a list of parts, as models with images have it, and leave out a
+    plain text without an error. Raises ValueError as `read_template` does, or if the message is
+    lost."""
+    render = read_template(folder)
+    failed = None
+    for content_of in (str, lambda text: [{"type": "text", "text": text}]):
+        def ask(text, content_of=content_of):
+            return render([{"role": "user", "content": content_of(text)}])
+        try:
+            if PROBE in ask(PROBE):
+                return ask
+        except ValueError as e:
+            failed = failed or e
+    raise failed or ValueError(f"{folder}: the chat template leaves out the message")
+
+
 def own_settings(folder):
     """The flags of generate.py for the sampling settings in a folder's generation_config.json; ""
     if it names none, says not to sample, or cannot be used."""

@@ -128,11 +128,11 @@ def encoded(options, c, tokenizer, texts):
     """The ids of each text. With --chat the model's own template surrounds it."""
     render = None
     if options.chat:
-        render = chat.read_template(options.model)
+        render = chat.message(options.model)
     prompts = []
     for name, text in texts.items():
         if render:
-            text = render([{"role": "user", "content": text}])
+            text = render(text)
         with guarded(name):
             prompts.append(checkpoint.encode(tokenizer, text, c.bos, not options.chat))
     return prompts

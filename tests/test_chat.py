@@ -120,7 +120,7 @@ def test_where_templates_and_special_tokens_stand(folder, files):
     ({"do_sample": False, "temperature": 0.6}, ""), ({"temperature": "hot"}, ""),
     ({"top_p": 7}, "")])
 def test_the_models_own_settings_are_offered(call, folder, settings, flags):
-    path = folder({"generation_config.json": settings, CONFIG: {"chat_template": "hi"}})
+    path = folder({"generation_config.json": settings, CONFIG: {"chat_template": "{{ messages[0].content }}"}})
     assert chat.own_settings(path) == flags
     said = call("Hi", "--chat", "--model", path, "--max-new", "1")[1]
     assert (f"own settings: {flags}" in said) == bool(flags)
@@ -128,7 +128,20 @@ def test_the_models_own_settings_are_offered(call, folder, settings, flags):
                                       "--temperature", "1")[1]
 
 
+PARTS = "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template, want", [
+    ("<{{ messages[0].content | trim }}>", "<Hi  é\n\"b\">"), (PARTS, " Hi  é\n\"b\" "),
+    ("{% if messages[0].content is string %}{{ raise_exception('parts') }}{% endif %}" + PARTS,
+     " Hi  é\n\"b\" ")])
+def test_the_words_of_a_message_stand_in_the_text(folder, template, want):
+    """Also where a template only knows a list of parts, and renders a plain text as nothing."""
+    assert chat.message(folder({FILE: template}))(" Hi  é\n\"b\" ") == want
+
+
 @pytest.mark.parametrize("template, why", [
+    ("{{ messages | length }}", "leaves out the message"),
     (7, "no chat template"), ([RAG], "no chat template"), ("{% for x in %}", "template fails: "),
     ("{{ raise_exception('no\nusers here') }}", "the chat template fails: no users here"),
     ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__'")])

@@ -8,7 +8,7 @@ import torch
 
 import checkpoint
 from model import Config, Transformer
-from support.chat import read_template
+from support.chat import message
 from support.texts import PROMPTS, read_prompts, read_texts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +70,7 @@ def prompt_ids(name, tokenizer, c):
 def template_of(folder):
     """The chat template of a model, or None of a base model."""
     try:
-        return read_template(folder)
+        return message(folder)
     except ValueError:
         return None
 
@@ -94,7 +94,7 @@ def prompts_of(a, kind, tokenizer):
                          f"{', '.join(dict.fromkeys(CHATS + SETS))}")
     texts = read_texts(path, "prompt", "\n")[: a.quick]
     if render:
-        texts = [render([{"role": "user", "content": text}]) for text in texts]
+        texts = [render(text) for text in texts]
     return [checkpoint.encode(tokenizer, text, special=not render) for text in texts]
 
 
