@@ -26,13 +26,14 @@ class ScratchTail:
 
 def aside(model, cache, x, positions, sublayers):
     """Run `sublayers` for x (B, T, dim), each token on its own, as the first one of a draft. It
-    reads what the cache holds before its position (B, T), and itself. (B, T, dim)"""
+    reads what the cache holds before its position (B, T), and itself. (B, T, dim) It only scores
+    drafts, so it need not have the bits of the target's own passes."""
     T = x.shape[1]
     S = cache.k.shape[3]
     slots = torch.arange(S, S + T, device=x.device)[None]
     own = torch.eye(T, dtype=torch.bool, device=x.device)[None]
     at = Placement(positions, slots, 0, S + T, own)
-    return model.run(x, at, ScratchTail(cache, 0, S), sublayers)
+    return model.bare().run(x, at, ScratchTail(cache, 0, S), sublayers)
 
 
 def masks(model, own, keys, seen):

@@ -66,9 +66,17 @@ class M2R2(Head, StandIn):
 
     def run(self, x, at, cache, sublayers, trace):
         """`Transformer.run` of the first E blocks over one token of each row, x (B, 1, dim). Beside
-        it runs the accelerated row, whose states stay in `states` (B, 1, E, dim)."""
+        it runs the accelerated row, whose states stay in `states` (B, 1, E, dim). If the model is a
+        stand-in, it computes the ordinary row by itself, which the target reads to the bit."""
         places = at.positions                                                   # (B or 1, 1)
-        slots = torch.cat([places, torch.full_like(places, at.end)], 1)         # (B or 1, 2)
+        beyond = torch.full_like(places, at.end)
+        if self.model is not self.model.bare():
+            y = self.model.run(x, at, cache, sublayers, trace)
+            second = Placement(places, beyond, at.first, at.end + 1)
+            rows = self.rise(self.model.bare().run, x, second, ScratchTail(cache, 0, at.end))
+            self.states = torch.stack(list(rows), 2)
+            return y
+        slots = torch.cat([places, beyond], 1)                                  # (B or 1, 2)
         alone = torch.eye(2, dtype=torch.bool, device=x.device)[None]  # neither sees the other
         both = Placement(torch.cat([places, places], 1), slots, at.first, at.end + 1, alone)
         rows = list(self.rise(self.model.run, torch.cat([x, x], 1), both,

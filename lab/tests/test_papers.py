@@ -1,4 +1,5 @@
-"""Every system of docs/papers.md runs, by the commands that stand in its row."""
+"""Every system of docs/papers.md runs, by the commands that stand in its row: as they are, in fast
+and in exact passes, sampled and with a batch."""
 import json
 import re
 import shlex
@@ -21,11 +22,43 @@ LITTLE = {"lab.train_heads": ["--text", "1e3", "--tokens", "1e3", "--context", "
           "lab.bench": ["--new", "8", "--prompts", "stories"]}
 
 
+COMMON = ["--max-new", "8", "--dtype", "float32", "--device", "cpu", "--json"]
+WAYS = (["--fast"], ["--exact"], ["--exact", "--temperature", "0.8"], ["--temperature", "0.8"])
+REFUSED = {     # flags of a row and of a way that do not go together, and what the one line says
+    ("--tree", "--exact"): "--exact does not go with --tree"}
+
+
+def run(capsys, *argv):
+    """(status, the JSON that it prints or None, standard error)"""
+    capsys.readouterr()
+    status = generate.main([*argv, *COMMON])
+    out, err = capsys.readouterr()
+    return status, json.loads(out) if out else None, err
+
+
+def check_ways(capsys, words, batch):
+    """A command runs in every way, or one line says why not. Without sampling, and in exact passes
+    with it, the text is that of plain decoding."""
+    for way in WAYS:
+        for prompt in (["Once upon a time"], ["--prompt-file", batch]):
+            status, r, err = run(capsys, *prompt, *words, *way, "--compare")
+            why = next((line for flags, line in REFUSED.items()
+                        if set(flags) <= {*words, *way}), None)
+            if why:
+                assert status == 2 and why in err and err.count("\n") == 1, (words, way, err)
+                continue
+            assert status == 0, (words, way, err)
+            compared = "--temperature" not in {*words, *way} or "--exact" in {*words, *way}
+            assert r["identical"] is (True if compared else None), (words, way)
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip("| ")[:20])
 def test_a_row_runs_for_eight_tokens(row, tmp_path, capsys, monkeypatch):
     """Greedy drafts write the text of plain decoding. What is trained is trained for a moment."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(report, "REPEATS", 1)
+    batch = tmp_path / "batch.txt"
+    batch.write_text("One day, a cat\nThe dog ran to the\nOnce upon a time\n")
     commands = re.findall(r"`([^`]+)`", row[-1].replace("runs/", f"{tmp_path}/"))
     assert commands
     for command in commands:
@@ -34,10 +67,8 @@ def test_a_row_runs_for_eight_tokens(row, tmp_path, capsys, monkeypatch):
             name = words[2]
             assert words[1] == "-m" and not PROGRAMS[name]([*words[3:], *LITTLE.get(name, [])])
             continue
-        common = ["--max-new", "8", "--dtype", "float32", "--device", "cpu", "--compare", "--json"]
-        capsys.readouterr()
-        assert generate.main(["Once upon a time", *words, *common]) == 0
-        r = json.loads(capsys.readouterr().out)
-        assert r["new_tokens"] == 8
+        status, r, _ = run(capsys, "Once upon a time", *words, "--compare")
+        assert status == 0 and r["new_tokens"] == 8
         compared = "--temperature" not in words or "--exact" in words
         assert r["identical"] is (True if compared else None)
+        check_ways(capsys, words, str(batch))
