@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 
 import torch
 import torch.nn.functional as F
@@ -272,6 +273,11 @@ def check_prompts(model, prompts, max_new, names=None):
     """Raise ValueError for prompts that cannot be continued. The message calls them by their
     `names`."""
     c = model.c
+    try:
+        prompts = [list(map(index, prompt)) for prompt in prompts]
+    except TypeError:   # a text, one prompt alone, or what a tokenizer returns
+        raise ValueError("prompts must be lists of token ids, one for each text: checkpoint.encode "
+                         "makes one of a text") from None
     names = names or [f"prompt {b}" for b in range(len(prompts))]
     if max_new < 0:
         raise ValueError(f"max_new must be at least 0, got {max_new}")

@@ -4,7 +4,9 @@ A ValueError or an OSError is a one-line message to the user, wherever it is rai
 exception is our own bug.
 """
 import argparse
+import contextlib
 import io
+import math
 import os
 import re
 import sys
@@ -61,7 +63,41 @@ def read_beside(path, read, *args):
         return None
 
 
-# --- a command's streams
+# --- a command's streams and threads
+
+
+def open_streams():
+    """Put the empty device where standard input or output was closed, as by `<&-` and `>&-`."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if vars(sys)[name] is None:
+            setattr(sys, name, open(os.devnull, mode))
+
+
+def quota(root=Path("/")):
+    """How many processors the control group of this process may use. Infinity if it may use all.
+    Containers are limited in this way, and torch starts a thread for each processor of the host."""
+    least = math.inf
+    try:
+        path = (root / "proc/self/cgroup").read_text().partition("0::/")[2].split("\n")[0]
+    except OSError:
+        return least
+    top = root / "sys/fs/cgroup"
+    for folder in (top / path, *(top / path).parents):      # each of them limits those below it
+        with contextlib.suppress(OSError, ValueError):
+            most, period = (folder / "cpu.max").read_text().split()
+            least = min(least, int(most) / int(period))
+    with contextlib.suppress(OSError, ValueError):      # of version 1
+        most, period = (int((top / f"cpu/cpu.cfs_{name}_us").read_text())
+                        for name in ("quota", "period"))
+        if most > 0:
+            least = min(least, most / period)
+    return least
+
+
+def limit_threads():
+    """Use no more threads than the quota allows, unless OMP_NUM_THREADS says how many."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, int(min(torch.get_num_threads(), quota()))))
 
 
 def read_input():
@@ -74,6 +110,8 @@ def main(run, argv):
     """Returns the exit status, which is what run(argv) returns, or 0. It is 2 after bad input, with
     one line that says why, 130 after Ctrl-C, and 141 if the program that reads our output has
     ended."""
+    open_streams()
+    limit_threads()
     if isinstance(sys.stdout, io.TextIOWrapper):  # not so in a notebook
         sys.stdout.reconfigure(errors="replace")  # the encoding of a pipe may lack most characters
     try:

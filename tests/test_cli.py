@@ -1,6 +1,7 @@
 """What the command lines share: how a program ends, whatever happens inside it;
 and what it reads."""
 import io
+import math
 import os
 import sys
 
@@ -52,6 +53,41 @@ def test_what_ends_a_program_without_a_word(monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdout", out)
         assert cli.main(lambda argv: print("late"), []) == 141
     assert capsys.readouterr().err == ""
+
+
+def test_closed_streams_are_empty_ones(monkeypatch):
+    """As `<&-` and `>&-` leave them."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    said = []
+    assert cli.main(lambda argv: said.append(cli.read_input()) or print("x"), []) == 0
+    assert cli.main(ending(ValueError("no")), []) == 2
+    assert said == [""] and not sys.stdout.isatty()
+
+
+@pytest.mark.parametrize("files, most", [
+    ({}, math.inf), ({"sys/fs/cgroup/cpu.max": "max 100000"}, math.inf),
+    ({"sys/fs/cgroup/cpu.max": "250000 100000"}, 2.5),
+    ({"sys/fs/cgroup/a/cpu.max": "200000 100000", "sys/fs/cgroup/a/b/cpu.max": "max 100000"}, 2),
+    ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000",
+      "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 1.5),
+    ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+      "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, math.inf)], ids=str)
+def test_threads_are_limited_by_the_quota(files, most, monkeypatch, tmp_path):
+    """Of this group and of those that it is in, in both versions of control groups."""
+    for name, text in {"proc/self/cgroup": "0::/a/b\n", **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cli.quota(tmp_path) == most
+    used = []
+    monkeypatch.setattr(cli, "quota", lambda: most)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    cli.limit_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    cli.limit_threads()
+    assert used == [min(8, int(min(8, most)))]
 
 
 def test_an_encoding_that_lacks_a_character_replaces_it(monkeypatch):

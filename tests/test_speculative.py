@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import promises
 import pytest
 import torch
+from expected import byte_tokenizer
 from promises import reader
 from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, read, small
 
@@ -209,6 +210,9 @@ def test_an_ngram_knows_nothing_of_the_text_before(models):
 # --- bad input, and nothing to do
 
 
+ENCODING = byte_tokenizer().encode("a")
+
+
 def other(**changes):
     return make(replace(LIVELY["llama"], **changes))
 
@@ -217,6 +221,8 @@ def other(**changes):
     (lambda m: rounds(m, [[1], []], 5), "prompt 1 is empty"),
     (lambda m: rounds(m, [[1] * 64], 5), "prompt 0 has 64 tokens and fills the context of 64"),
     (lambda m: rounds(m, [[1, 17]], 5), "prompt 0 holds token id 17, but ids run from 0 to 16"),
+    *((lambda m, prompts=prompts: rounds(m, prompts, 5), "must be lists of token ids")
+      for prompts in ("12", ["12"], [1, 2], [["1"]], [[0.5]], ENCODING, [ENCODING])),
     (lambda m: rounds(m, [[1]], -1), "max_new must be at least 0, got -1"),
     (lambda m: SelfDraft(m, [0, 12], 3), "sub-layers must rise within 0 .. 11"),
     (lambda m: ModelDraft(m, 1.5), "gamma, how many tokens to draft"),

@@ -14,6 +14,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 from datetime import date
 from pathlib import Path
@@ -76,7 +77,8 @@ FLAGS = {
                    "as wide as a step of int4: weights that came in 4 bits lie on a grid, which "
                    "flatters int4, and with the noise its gain is a lower bound"),
     "gguf": dict(metavar="FILE", help="for llama.cpp: --model in a GGUF file (default: SmolLM2)"),
-    "out": dict(metavar="PATH", help="write PATH.json and PATH.md")}
+    "out": dict(metavar="PATH", help="write PATH.json and PATH.md",
+                type=lambda path: re.sub(r"\.(json|md)$", "", path))}
 
 
 class Flags(argparse.Namespace):

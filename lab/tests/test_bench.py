@@ -41,10 +41,11 @@ def test_results_that_could_not_be_written_are_refused_before_they_are_measured(
 
 
 def test_the_search_takes_the_table_of_costs(call, tmp_path):
-    assert call("costs", "--model", DRAFT, "--repeats", "1", "--out", tmp_path / "costs")[0] == 0
+    out = tmp_path / "costs.json"
+    assert call("costs", "--model", DRAFT, "--repeats", "1", "--out", out)[0] == 0
     c = checkpoint.read_config(DRAFT)
-    found = json.loads((tmp_path / "costs.json").read_text())
-    assert list(read_costs(tmp_path / "costs.json", c).sublayers) == found["sublayers"]
+    found = json.loads(out.read_text())
+    assert list(read_costs(out, c).sublayers) == found["sublayers"]
 
 
 def test_a_word_that_no_way_to_draft_has_is_refused_before_any_is_timed(call, monkeypatch,
