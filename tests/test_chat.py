@@ -120,7 +120,7 @@ def test_where_templates_and_special_tokens_stand(folder, files):
     ({"do_sample": False, "temperature": 0.6}, ""), ({"temperature": "hot"}, ""),
     ({"top_p": 7}, "")])
 def test_the_models_own_settings_are_offered(call, folder, settings, flags):
-    path = folder({"generation_config.json": settings, CONFIG: {"chat_template": "{{ messages[0].content }}"}})
+    path = folder({"generation_config.json": settings, FILE: "{{ messages[0].content }}"})
     assert chat.own_settings(path) == flags
     said = call("Hi", "--chat", "--model", path, "--max-new", "1")[1]
     assert (f"own settings: {flags}" in said) == bool(flags)
