@@ -138,7 +138,8 @@ def vllm(lines):
     last = None     # without counts nothing can be added up
     speed = None
     for line in lines:
-        speed = number(line, "avg generation throughput") or speed
+        written = number(line, "avg generation throughput")
+        speed = speed if written is None else written
         rates = rates_in(line)
         if not rates:
             continue
