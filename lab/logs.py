@@ -13,12 +13,12 @@ import re
 from dataclasses import dataclass
 from itertools import pairwise
 
-TITLES = "per-position acceptance rate:|acceptance rate per position =|acc rate/pos ="
-RATES = re.compile(rf"(?:{TITLES})\s*\(?((?:[\d.]+[,\s]*)+)", re.I)
-TOTALS = re.compile(r"statistics\s+(\S+?):?\s+#calls", re.I)
+TOTALS = re.compile(r"statistics\s+(\S+?):?\s+#calls\(b,g,a\) =[\s\d]+,.*#acc tokens", re.I)
 REQUEST = re.compile(r"draft acceptance(?: rate)? =[\s\d.]+\(\s*(\d+) accepted /\s*(\d+) gen", re.I)
 WRITTEN = re.compile(r"(?<!prompt) eval time =.*?/\s*(\d+) tokens", re.I)
+RATES = "per-position acceptance rate", "acceptance rate per position", "acc rate/pos"
 MEAN = "mean acceptance length", "mean acc len", "mean len"
+PERCENT = "avg draft acceptance rate", "avg acceptance rate"
 
 
 @dataclass
@@ -43,11 +43,13 @@ class Drafts:
 
     def length(self):
         """The mean length of a draft, or None."""
-        return self.drafted / self.drafts if self.drafted and self.drafts else None
+        if not self.drafted or not self.drafts:
+            return None
+        return self.drafted / self.drafts
 
     def share(self):
         """The share of rounds that had a draft. It is 1 where the log does not count the others."""
-        return self.drafts / self.rounds if self.rounds else 1.0
+        return self.drafts / (self.rounds or self.drafts)
 
     def equally_long(self):
         """Whether the drafts were equally long, so that each position was reached by every draft.
@@ -59,19 +61,18 @@ class Drafts:
         return whole >= len(self.rates) and abs(length - whole) <= min(0.02 + 0.01 * whole, 0.25)
 
 
-def number(line, *titles):
-    """The number after the first of these titles that the line has, or None."""
+def numbers(line, *titles):
+    """The numbers after the first of these titles that the line has. [] if it has none."""
     for title in titles:
-        found = re.search(re.escape(title) + r"\s*[:=]\s*([\d.]+)", line, re.I)
+        found = re.search(re.escape(title) + r"\s*[:=]\s*\(?([\d.,\s]+)", line, re.I)
         if found:
-            return float(found[1])
-    return None
+            return [float(x) for x in re.findall(r"\d*\.?\d+", found[1])]
+    return []
 
 
-def rates_in(line):
-    """The acceptance rates by position. () if there are none."""
-    found = RATES.search(line)
-    return tuple(float(x) for x in re.findall(r"\d*\.?\d+", found[1])) if found else ()
+def number(line, *titles):
+    """The first of `numbers`, or None."""
+    return next(iter(numbers(line, *titles)), None)
 
 
 def read(text):
@@ -97,18 +98,14 @@ def llama_totals(lines):
             last[found[1]] = line
     made = []
     for name, line in last.items():
-        calls = re.search(r"#calls\(b,g,a\)\s*=\s*\d+\s+(\d+)", line)
+        _, calls, _ = numbers(line, "#calls(b,g,a)")
+        _, ms, _ = numbers(line, "dur(b,g,a)") or (None, None, None)
         drafts = number(line, "#gen drafts")
-        if drafts is None:
-            continue
-        rates = rates_in(line)
+        rates = numbers(line, *RATES)
         if not rates and drafts:
-            rates = (number(line, "#acc drafts") / drafts,)
-        spent = re.search(r"dur\(b,g,a\)\s*=\s*[\d.]+,\s*([\d.]+)", line)
-        made.append(Drafts(
-            name, drafts, number(line, "#acc tokens"), number(line, "#gen tokens"),
-            float(calls[1]) if calls else None, rates, float(spent[1]) if spent else None,
-            number(line, *MEAN)))
+            rates = [number(line, "#acc drafts") / drafts]      # those with an accepted token
+        made.append(Drafts(name, drafts, number(line, "#acc tokens"), number(line, "#gen tokens"),
+                           calls, tuple(rates), ms, number(line, *MEAN)))
     return made
 
 
@@ -119,18 +116,28 @@ def llama_requests(lines):
         if found := WRITTEN.search(line):
             written = int(found[1])
         if found := REQUEST.search(line):
-            accepted, drafted = map(float, found.groups())
-            mean = number(line, *MEAN)
-            rates = rates_in(line)
-            longer = sum(rates) or (mean or 1) - 1
-            if accepted and not longer:
-                raise ValueError("this line of llama.cpp has no mean acceptance length: paste the "
-                                 "line with 'statistics', too")
-            rounds = None if written is None else written - 1 - accepted   # one is of the prompt
-            drafts = accepted / longer if accepted else drafted / (len(rates) or 1)
-            made.append(Drafts("llama.cpp", drafts, accepted, drafted, rounds, rates, None, mean))
+            made.append(request(line, *map(float, found.groups()), written))
             written = None
     return added(made)
+
+
+def request(line, accepted, drafted, written):
+    """The Drafts of one request. written: its tokens, the first of which is the prompt's, or
+    None."""
+    rates = numbers(line, *RATES)
+    mean = number(line, *MEAN)
+    longer = sum(rates) or (mean or 1) - 1      # accepted tokens of a draft
+    if longer:
+        drafts = accepted / longer
+    elif accepted:
+        raise ValueError("this line of llama.cpp has no mean acceptance length: paste the line "
+                         "with 'statistics', too")
+    else:
+        drafts = drafted / max(1, len(rates))
+    rounds = None
+    if written is not None:
+        rounds = written - 1 - accepted
+    return Drafts("llama.cpp", drafts, accepted, drafted, rounds, tuple(rates), None, mean)
 
 
 def vllm(lines):
@@ -139,25 +146,37 @@ def vllm(lines):
     speed = None
     for line in lines:
         written = number(line, "avg generation throughput")
-        speed = speed if written is None else written
-        rates = rates_in(line)
-        if not rates:
-            continue
-        accepted = number(line, "accepted")
-        drafted = number(line, "drafted")
-        mean = number(line, *MEAN)
-        if drafted is None:
-            percent = number(line, "avg draft acceptance rate", "avg acceptance rate")
-            length = sum(rates) / percent * 100 if percent else None
-            last = Drafts("The last line", 1.0, sum(rates), length, None, rates, None, mean)
-            continue
-        drafts = accepted / sum(rates) if sum(rates) else drafted / len(rates)
-        rounds = None
-        if speed is not None and (per_second := number(line, "drafted throughput")):
-            rounds = max(drafts, speed * drafted / per_second - accepted)
-        made.append(Drafts("vLLM", drafts, accepted, drafted, rounds, rates, None, mean))
-        speed = None
+        if written is not None:
+            speed = written
+        if rates := tuple(numbers(line, *RATES)):
+            if number(line, "drafted") is None:
+                last = bare(line, rates)
+            else:
+                made.append(interval(line, rates, speed))
+            speed = None
     return [last] if last else added(made)
+
+
+def bare(line, rates):
+    """The Drafts of a line without counts, in units of one draft."""
+    length = None
+    if percent := number(line, *PERCENT):
+        length = sum(rates) / percent * 100
+    return Drafts("The last line", 1.0, sum(rates), length, None, rates, None, number(line, *MEAN))
+
+
+def interval(line, rates, speed):
+    """The Drafts of a line of vLLM. speed: tokens per second of the line before it, or None."""
+    accepted = number(line, "accepted")
+    drafted = number(line, "drafted")
+    drafts = drafted / len(rates)
+    if sum(rates):
+        drafts = accepted / sum(rates)
+    rounds = None
+    per_second = number(line, "drafted throughput")
+    if speed is not None and per_second:
+        rounds = max(drafts, speed * drafted / per_second - accepted)
+    return Drafts("vLLM", drafts, accepted, drafted, rounds, rates, None, number(line, *MEAN))
 
 
 def sglang(lines):
@@ -175,11 +194,13 @@ def added(parts):
     if len(parts) < 2:
         return parts
     drafts = sum(d.drafts for d in parts)
-    places = range(max(len(d.rates) for d in parts))
-    reached = [sum(d.drafts * d.rates[k] for d in parts if k < len(d.rates)) for k in places]
+    rates = []
+    for k in range(max(len(d.rates) for d in parts)):
+        reached = sum(d.drafts * d.rates[k] for d in parts if k < len(d.rates))
+        rates.append(reached / drafts)
     totals = {}
     for name in ("accepted", "drafted", "rounds"):
         values = [vars(d)[name] for d in parts]
-        totals[name] = None if None in values else sum(values)
-    rates = tuple(count / drafts for count in reached) if drafts else ()
-    return [Drafts(parts[0].name, drafts, rates=rates, **totals)]
+        if None not in values:
+            totals[name] = sum(values)
+    return [Drafts(parts[0].name, drafts, rates=tuple(rates), **{"accepted": None} | totals)]

@@ -149,7 +149,8 @@ def test_the_worked_examples():
 
 
 def test_what_is_no_line_is_refused(call, tmp_path):
-    call.refuses(["acceptance was bad"], tmp_path, "no acceptance rates found")
+    for text in ("acceptance was bad", LOOKUP.partition(", #gen tokens")[0]):
+        call.refuses([text], tmp_path, "no acceptance rates found")
     call.refuses(["acceptance rate per position = (0.3, 0.4)"], tmp_path, "fall from position")
     call.refuses([LLAMA_CPP.partition(", mean")[0]], tmp_path, "no mean acceptance length")
     call.refuses([LLAMA_CPP, "--plain", "7"], tmp_path, "a log with durations")
