@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: demo test test-course test-lab test-all gpu-proof gpu-rehearsal mistakes mutation port-js live exercises smollm lint picture notebooks benchmarks clean
+.PHONY: demo test test-course test-lab test-compilers test-all gpu-proof gpu-rehearsal mistakes mutation port-js live exercises smollm lint picture notebooks benchmarks clean
 
 demo: $(VENV)/run
 	@echo "== in float32: is the text the very same?"
@@ -23,8 +23,20 @@ test-course: $(VENV)/dev
 test-lab: $(VENV)/dev
 	$(PY) -m pytest -n auto --dist worksteal lab/tests
 
+# The loops of machine/*.cpp as other processors get them, and with each address and each shift
+# checked. A compiler that is older than a processor does not know its name.
+PROCESSORS = x86-64 haswell skylake-avx512 znver1 znver2 znver3 znver4
+UBSAN = g++ -O1 -fsanitize=undefined -fno-sanitize-recover=all
+test-compilers: $(VENV)/dev
+	CXX="g++ -mno-avx512f" $(PY) -m pytest -n auto --dist worksteal tests/test_rows.py tests/test_quant.py tests/test_exact.py
+	for name in $(PROCESSORS); do \
+	    if g++ -march=$$name -E -x c++ /dev/null > /dev/null 2>&1; then \
+	        echo $$name; CXX="g++ -march=$$name" $(PY) -m pytest tests/test_rows.py -k "product or rounded" || exit 1; \
+	    fi; done
+	LD_PRELOAD=$$(g++ -print-file-name=libubsan.so) CXX="$(UBSAN)" $(PY) -m pytest tests/test_rows.py -k "product or pass or tree"
+
 # All that can be tested without a GPU: what .ci/run does.
-test-all: lint test test-course test-lab mistakes exercises smollm
+test-all: lint test test-compilers test-course test-lab mistakes exercises smollm
 	$(PY) -m pytest -n auto --dist worksteal notebooks/tests
 
 # What only a GPU can show, in ten minutes; and the same without one, as a rehearsal: see docs/gpu.md.

@@ -8,9 +8,9 @@
 //
 //     tile    16 outputs x 32 weights in one piece. The tiles of 16 outputs follow each other
 //     int8    8 lines. In line i, lane n has the weights 4i .. 4i+3 of output n
-//     int4    4 lines. In line i, lane n has the weights 4i .. 4i+3 of output n in the low halves of
-//             its bytes and 16+4i .. 16+4i+3 in the high ones. Then come 16 steps and 16 offsets in
-//             bfloat16. A weight is step * code + offset
+//     int4    4 lines. In line i, lane n has the weights 4i .. 4i+3 of output n in the low halves
+//             of its bytes and 16+4i .. 16+4i+3 in the high ones. Then come 16 steps and 16 offsets
+//             in bfloat16. A weight is step * code + offset
 //
 // A lane adds in one order, so a row of y has the same bits alone and among others.
 #include <math.h>
@@ -173,7 +173,8 @@ template <class Form> struct Lanes : Form {
                 __builtin_prefetch((const char *)t + AHEAD + i, 0, 2);
             for (int set = 0; set < SETS; set++) {
                 vf dots[M];
-                Form::template dot<M>(dots, (const char *)t->codes + set * sizeof(vi), x, group, next);
+                const char *lines = (const char *)t->codes + set * sizeof(vi);
+                Form::template dot<M>(dots, lines, x, group, next);
                 #pragma GCC unroll 8
                 for (int m = 0; m < M; m++) {
                     auto own = (const Group *)((const char *)group + m * next);

@@ -31,7 +31,7 @@ struct Pass {                   // B texts, T tokens of each, S slots that are r
     const int64_t *sublayers, *places;     // for each sub-layer: its place in `out`, or -1
     int64_t count, B, T, S, threads;
     const int64_t *positions, *slots;   // (B, T)
-    const uint8_t *masks;               // (1 or 2, B, T, S) without and with a window; null: a chain
+    const uint8_t *masks;       // (1 or 2, B, T, S) without and with a window; null: a chain
     const float *cos, *sin;             // (at least S, D)
     float *keys, *values;               // (layers, B, kv_heads, S, D), strides below
     int64_t layer, text, head;
@@ -88,7 +88,8 @@ INLINE float dot(const float *a, const float *b, int64_t n) {
     return total(sum) + rest;
 }
 
-template <Kind type> static void norm(const float *x, const float *w, float eps, float *y, int64_t n) {
+template <Kind type>
+static void norm(const float *x, const float *w, float eps, float *y, int64_t n) {
     float scale = 1 / sqrtf(dot(x, x, n) / n + eps);
     for (int64_t i = 0; i < n; i++) y[i] = rounded<type>(x[i] * scale * w[i]);
 }
@@ -294,8 +295,9 @@ static void multiplying(const Weight &weight, const float *w, float eps, float c
         multiply(weight, &b.in[0], &b.sums[0], R);
         #pragma omp for
         for (int64_t i = 0; i < R * N; i++) {
-            float f = b.sums[i];
-            store<type>(y, i, cap > 0 ? capped(rounded<type>(f), cap) : f);
+            float f = rounded<type>(b.sums[i]);
+            if (cap > 0) f = rounded<type>(tangent(rounded<type>(f / cap))) * cap;
+            store<type>(y, i, f);
         }
     }
 }
@@ -307,8 +309,8 @@ extern "C" void run_pass(const Model *m, const Pass *p, int64_t type) {
     if (type == FLOAT16) Running<FLOAT16>{*m, *p, memory}.run();
 }
 
-extern "C" void run_product(int64_t type, const Weight *weight, const float *w, float eps, float cap,
-                            const void *x, void *y, int64_t R, int64_t threads) {
+extern "C" void run_product(int64_t type, const Weight *weight, const float *w, float eps,
+                            float cap, const void *x, void *y, int64_t R, int64_t threads) {
     auto multiply = multiplying<FLOAT32>;
     if (type == BFLOAT16) multiply = multiplying<BFLOAT16>;
     if (type == FLOAT16) multiply = multiplying<FLOAT16>;

@@ -52,7 +52,8 @@ template <Kind kind> struct Floats {            // x as float32
     static const bool cut = kind == BFLOAT16;   // whether long rows are cut (more to compile)
     static int64_t row(int64_t k) { return 4 * pad(k); }        // bytes of a row of x
     static void prepare(const float *x, int64_t k, char *to) { memcpy(to, x, 4 * k); }
-    template <int M> INLINE void add(vf (*sum)[2], const char *w, const char *x, size_t k, size_t K) {
+    template <int M>
+    INLINE void add(vf (*sum)[2], const char *w, const char *x, size_t k, size_t K) {
         #pragma GCC unroll 16
         for (int i = 0; i < STEP / LANES; i++) {
             vf weights = weights_of<kind>(w, i);
@@ -73,7 +74,8 @@ struct Pairs {                                  // x as bfloat16: one instructio
     static void prepare(const float *x, int64_t k, char *to) {
         for (int64_t i = 0; i < k; i++) ((uint16_t *)to)[i] = bfloat16(x[i]);
     }
-    template <int M> INLINE void add(vf (*sum)[2], const char *w, const char *x, size_t k, size_t K) {
+    template <int M>
+    INLINE void add(vf (*sum)[2], const char *w, const char *x, size_t k, size_t K) {
         auto below = get<__m512bh>(w), above = get<__m512bh>(w + 64);
         #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {

@@ -11,6 +11,7 @@ passed `check` before it is kept and before it is used again.
 import ctypes
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -70,26 +71,37 @@ class Pass(Structure):
 
 
 def compiler():
-    """The C++ compiler's command. Raises FileNotFoundError if there is none."""
+    """The C++ compiler, and what CXX names after it, such as flags of its own. Raises
+    FileNotFoundError if there is none."""
     usual = "clang++" if sys.platform == "darwin" else "g++"
-    command = os.environ.get("CXX", usual)
+    command, *more = shlex.split(os.environ.get("CXX", usual))
     if not shutil.which(command):
         raise FileNotFoundError("no C++ compiler: install g++ or clang, or name it in CXX")
-    return command
+    return command, more
 
 
 def flags():
-    """Flags for this machine. -ffast-math must not be among them, because it reorders sums."""
+    """Flags for this machine. Sums must keep their order, so -ffast-math must not be among them,
+    and the compiler must not choose which products it adds without rounding them."""
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     threads = [] if sys.platform == "darwin" else ["-fopenmp"]
     return ["-O3", "-std=c++17", native, *threads, "-fno-math-errno", "-fno-trapping-math",
             "-ffp-contract=off", "-Wno-psabi", "-shared", "-fPIC"]
 
 
+def commands():
+    """The ways to compile, the best first. Some compilers come without OpenMP, that is, without
+    threads."""
+    command, more = compiler()
+    usual = flags()
+    single = [flag for flag in usual if flag != "-fopenmp"]
+    return [[command, *some, *more] for some in (usual, single)]
+
+
 def identity():
     """A hash of what the compiled loops depend on. -march=native resolves to instruction sets,
     which the compiler names among its macros, beside its version."""
-    command = [compiler(), *flags()]
+    command = commands()[0]
     macros = subprocess.run([*command, "-dM", "-E", "-x", "c++", os.devnull], capture_output=True)
     facts = [source.read_bytes() for source in SOURCES]
     return digest(*facts, " ".join(command).encode(), macros.stdout, processor().encode())
@@ -98,14 +110,16 @@ def identity():
 def build(stem):
     """Compile the sources, and keep the result; for `stem` see `keep_whole`. Returns the library.
     Raises OSError or ValueError if it cannot be compiled or does not pass its check."""
-    command = compiler()
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / f"{stem.name}.so"
-        run = subprocess.run([command, *flags(), str(SOURCES[-1]), "-o", str(made)],
-                             capture_output=True, text=True)
-        if run.returncode:
+        for command in commands():
+            run = subprocess.run([*command, str(SOURCES[-1]), "-o", str(made)],
+                                 capture_output=True, text=True)
+            if run.returncode == 0:
+                break
+        else:
             said = run.stderr.strip().splitlines() or [f"status {run.returncode}"]
-            raise ValueError(f"{command}, which failed: {said[0]}")
+            raise ValueError(f"{command[0]}, which failed: {said[0]}")
         lib = ctypes.CDLL(str(made))
         check(lib)
         try:

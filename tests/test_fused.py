@@ -60,3 +60,16 @@ def test_a_soft_cap_stays_explicit():
     m = fuse(make(GEMMA))
     assert not isinstance(m.blocks[0].attn, Fused)
     assert m.chunk == make(GEMMA).chunk
+
+
+@pytest.mark.parametrize("what", ["a tree", "a window"])
+def test_a_tree_and_a_window_from_the_first_slot(what):
+    """Where the block is all there is to read, it may still not be a chain."""
+    tree = torch.ones(6, 6, dtype=torch.bool).tril()
+    tree[3, 2] = False
+    here = torch.arange(6)[None]
+    at = {"a tree": Placement(here - (here > 2).long(), here, 0, 6, tree),
+          "a window": Placement.span(0, 6)}[what]
+    c = replace(LLAMA, window=4) if what == "a window" else LLAMA
+    states = [m.run(some_x(2, 6), at) for m in (make(c), fuse(make(c)))]
+    assert error(states[1], states[0]) < 1e-12

@@ -84,6 +84,27 @@ def test_int4_by_hand():
     assert (q.full(torch.float32)[:, 32:] - row[:, 32:]).abs().max() <= 0.25 / 15 / 2
 
 
+def test_int4_codes_stay_within_four_bits():
+    """In bfloat16 the offset 100.2 becomes 100, and the largest weight is 27 steps away."""
+    row = torch.full((1, 32), 100.45)
+    row[0, 0] = 100.2
+    codes, *_ = Int4(row).numbers()
+    assert codes.max() == 15
+    assert (Int4(row).full(torch.float32) - row).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("kind", [Int8, Int4])
+def test_only_a_draft_rounds_x(kind):
+    """To int8: next to 100, the number 0.1 is lost."""
+    w = torch.eye(32)
+    x = torch.full((1, 32), 0.1)
+    x[0, 0] = 100.0
+    for rounds in (False, True):
+        q = kind(w)
+        q.rounds = rounds
+        assert (q.product(x)[0, 1] == 0) == rounds
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_int4_is_off_by_half_a_step(dtype):
     """Steps and offsets are rounded to bfloat16. The last group of a row is padded."""

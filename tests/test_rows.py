@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import GEMMA, LIVELY, LLAMA, PROMPTS, Unsure, a_tree, each_family, make
+from tiny import GEMMA, LIVELY, LLAMA, PROMPTS, QWEN, Unsure, a_tree, each_family, make
 
 from kvcache import KVCache, prefill
 from layerskip import SelfDraft
@@ -24,8 +24,10 @@ from speculative import generate
 
 ROOT = Path(__file__).resolve().parent.parent
 HALF = torch.bfloat16, torch.float16
+SOME = LIVELY | QWEN
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 SHAPES = (5, 8), (70, 100), (33, 64), (64, 576), (16, 1500), (11, 5000)   # of matrices, (N, K)
+COUNTS = *range(1, 20), 33, 64      # of rows, from one tile of the loop to eight
 
 
 def kinds(w):
@@ -46,13 +48,13 @@ def test_a_product_is_the_product_and_a_row_of_it_has_the_same_bits_in_any_compa
     """Before rounding, because half precision would hide a difference. On one thread and on two."""
     g = torch.Generator().manual_seed(0)
     w = torch.randn(shape, generator=g).to(dtype)
-    x = torch.randn(20, shape[1], generator=g).to(dtype).float()
+    x = torch.randn(70, shape[1], generator=g).to(dtype).float()
     for what, (matrix, numbers, near) in kinds(w).items():
         weight = rows.describe(matrix)
         y = rows.call(rows.library(), x, weight, torch.float32)
         want = x.double() @ numbers.double().T
         assert (y - want).norm() < near * want.norm(), what
-        for count in range(1, 20):
+        for count in COUNTS:
             assert torch.equal(rows.call(rows.library(), x[:count], weight, torch.float32),
                                y[:count]), what
         threads = torch.get_num_threads()
@@ -62,11 +64,30 @@ def test_a_product_is_the_product_and_a_row_of_it_has_the_same_bits_in_any_compa
 
 
 @dtypes
-@each_family
+def test_a_number_of_half_the_bits_is_the_nearest_and_of_two_the_even_one(dtype):
+    """Of sums without an error: halves of the last bit, the largest and the smallest numbers,
+    infinity and NaN."""
+    bits = torch.arange(-2**15, 2**15).to(torch.int16)
+    numbers = bits.view(torch.float16).float()
+    steps = torch.tensor([0.0, 2**-8, 2**-9, 3 * 2**-9, -(2**-9), 2**-11, 2**-12, 3 * 2**-12])
+    x = torch.cat([numbers, ((1 + steps) * 2.0 ** torch.arange(-14, 17)[:, None]).flatten(),
+                   torch.tensor([65519.0, 65520.0, 65536.0, 1e9, -65520.0])])[:, None]
+    one = torch.ones(1, 1)
+    # float32 in, the half type out: what a pass does between two products
+    got = rows.call(rows.library(), x.to(dtype), rows.describe(one), dtype)
+    assert torch.equal(got.nan_to_num(7.0), x.to(dtype).nan_to_num(7.0))
+    sums = torch.cat([torch.ones(8, 1), steps[:, None]], 1).to(dtype)   # 1 + a step
+    both = torch.ones(1, 2, dtype=dtype)
+    got = rows.call(rows.library(), sums, rows.describe(both), dtype)
+    assert torch.equal(got, (1 + steps[:, None]).to(dtype))
+
+
+@dtypes
+@pytest.mark.parametrize("family", SOME)
 @torch.inference_mode()
 def test_a_pass_is_the_eager_one_with_the_same_bits(family, dtype):
     """In blocks of 1 to 16 tokens, in two parts, in a batch, in a longer cache."""
-    model = make(LIVELY[family]).to(dtype)
+    model = make(SOME[family]).to(dtype)
     fast = FewRows(model)
     tokens = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7] * 6])
     near = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}[dtype]
@@ -97,6 +118,39 @@ def test_a_pass_is_the_eager_one_with_the_same_bits(family, dtype):
     read(model, 16, trace=seen)
     for tap, state in seen.items():
         assert (trace[tap] - state).norm() < near * state.norm()
+
+
+def picking(shape, g):
+    """A matrix of one 1 per row, so that a product has no sum and no error."""
+    rows_, columns = shape
+    return torch.zeros(shape).scatter_(1, torch.randint(columns, (rows_, 1), generator=g), 1.0)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("family", SOME)
+@torch.inference_mode()
+def test_half_types_are_rounded_where_the_eager_pass_rounds_them(family, dtype):
+    """Products without a sum leave what lies between them: norms, biases, activations, soft-caps.
+    Their exponentials are off by 1e-7, which moves few numbers to their neighbours; a rounding that
+    is missing moves every third one."""
+    model = make(SOME[family], seed=3)
+    g = torch.Generator().manual_seed(0)
+    for w in model.parameters():
+        if w.dim() == 2:
+            w.copy_(picking(w.shape, g))
+    model = model.to(dtype)
+    fast = FewRows(model)
+    x = torch.randn(1, 16, model.c.dim, generator=g).to(dtype)
+    for i in range(4):
+        at = Placement.span(0, 16)
+        want, got = (KVCache(model.c, 1, 20, torch.float32) for _ in range(2))
+        y = model.run(x, at, want, [i])
+        same = (fast.run(x, at, got, [i]) == y).float().mean()
+        assert same > 0.98, i
+        assert torch.equal(got.v, want.v)       # a product, a bias, and no rotation
+        x = 4 * y
+    assert (fast.unembed(x) == model.unembed(x)).float().mean() > 0.98
+    assert fast.replays()
 
 
 VARIANTS = {    # what the families leave out
@@ -165,6 +219,24 @@ def test_what_it_does_not_know_runs_eagerly():
     x, at = torch.randn(1, rows.WIDTHS[-1] + 1, model.c.dim), Placement.span(0, rows.WIDTHS[-1] + 1)
     for cache in None, KVCache(model.c, 1, 80, torch.float32):
         assert torch.equal(FewRows(model).run(x, at, cache), model.run(x, at, cache))
+
+
+def test_a_pass_that_is_nan_is_not_used(capsys):
+    model = make(LLAMA).float()
+    model.blocks[2].mlp.down[0, 0] = torch.nan
+    assert not FewRows(model).replays()
+    assert "stay eager" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unknown", ["nf4", "not contiguous"])
+def test_a_model_with_an_unknown_head_does_not_replay(unknown):
+    """Its head would be computed by the library, whose rows depend on those beside them."""
+    model = make(LLAMA).float()
+    if unknown == "nf4":
+        model = quantise(model, "int8", "nf4")
+    else:
+        model.head = torch.nn.Parameter(model.head.T.contiguous().T, requires_grad=False)
+    assert not FewRows(model).replays()
 
 
 # --- compiling
@@ -258,7 +330,7 @@ def test_what_is_compiled_wrongly_is_not_kept(folder, monkeypatch, tmp_path_fact
     for file in rows.SOURCES:
         text = file.read_text()
         text = text.replace("vf sum[M][2] = {};",
-                            "vf sum[M][2] = {}; if (M > 4) sum[0][0] += 1e-7f;")
+                            "vf sum[M][2] = {}; if (M > 2) sum[0][0] += 1e-7f;")
         (source / file.name).write_text(text)
     monkeypatch.setattr(rows, "SOURCES", [source / file.name for file in rows.SOURCES])
     monkeypatch.setattr(rows, "flags", lambda flags=rows.flags: [*flags(), "-O0"])
@@ -278,8 +350,8 @@ if CROSS:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_it_compiles_for_other_processors(name, tmp_path):
-    compiler = CROSS if name == "NEON" else rows.compiler()
-    command = [compiler, "-O0", "-std=c++17", "-Wno-psabi", "-fopenmp", "-fPIC", *MACHINES[name]]
+    compiler = [CROSS] if name == "NEON" else rows.compiler()[:1]
+    command = [*compiler, "-O0", "-std=c++17", "-Wno-psabi", "-fPIC", *MACHINES[name]]
     subprocess.run([*command, "-S", "-o", tmp_path / "rows.s", rows.SOURCES[-1]], check=True)
 
 
