@@ -7,11 +7,15 @@ PY = $(VENV)/bin/python
 .PHONY: demo test test-course test-lab test-compilers test-all gpu-proof gpu-rehearsal mistakes mutation port-js live exercises smollm lint picture notebooks benchmarks clean
 
 demo: $(VENV)/run
-	@echo "== in float32: is the text the very same?"
-	$(PY) generate.py "Once upon a time" --compare --dtype float32
+	@echo "== the first four of 24 blocks draft, all of them check: as many tokens in fewer passes"
+	$(PY) generate.py "Once upon a time" --draft exit --compare --dtype float32
 	@echo
-	@echo "== in the stored dtype, bfloat16: the same to the bit?"
-	$(PY) generate.py "Once upon a time" --compare --exact
+	@echo "== over the fastest plain decoding here: a pass of so small a model is over before a draft has saved much"
+	$(PY) generate.py "Once upon a time" --draft exit --compare --fast
+	@echo "   (a real model gains more: see the results in README.md)"
+	@echo
+	@echo "== in bfloat16, the same text to the bit"
+	$(PY) generate.py "Once upon a time" --draft exit --compare --exact
 
 test: $(VENV)/dev
 	$(PY) -m pytest -n auto --dist worksteal

@@ -1,26 +1,25 @@
-"""From a Hugging Face folder to a model and its tokenizer, and back. families.py reads config.json.
+"""From a Hugging Face folder to a model and its tokenizer. families.py reads config.json.
 
-The one thing to remember: `layout` says which tensors of a checkpoint each parameter holds. Loading
-copies them into it one by one, saving copies them out, and no pickle is ever opened.
+`layout` says which tensors of a checkpoint each parameter holds. Loading copies them into it one by
+one, and no pickle is ever opened. Bad input gives one clear line.
 """
 import json
-from dataclasses import replace
+import re
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from tokenizers import Tokenizer
 
-from families import read_config, write_config
-from files import find_weights, guarded, read_text, read_tokenizer, replacing, write_file
-from model import MLP, Attention, Transformer, put
+import families
+from model import MLP, Attention, Refused, Transformer
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 EMBED = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-BESIDE = (      # files that `save` writes as they were loaded
-    "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "generation_config.json")
 
 
 def load(folder, device=None, dtype=None, quant=None, part=None):
@@ -29,8 +28,8 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
     The default `device` is CUDA if there is one, else the CPU, and the default `dtype` is the
     stored one. `quant` is a function of a matrix, such as machine.quant.NF4, whose result replaces
     each matrix of the blocks. `part` is this process's part of the model, a machine.parallel.Part.
-    Loading needs memory for the model and one more matrix. Raises FileNotFoundError or ValueError
-    if something is missing, damaged or unsupported.
+    Loading needs memory for the model and one more matrix. Raises OSError or Refused if something
+    is missing, damaged or unsupported.
     """
     folder = Path(folder)
     device = find_device(device)
@@ -44,8 +43,8 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
             c = replace(c, tied=False)
             files[HEAD] = head
     if c.n_layers > len(files):
-        raise ValueError(f"config.json says {c.n_layers} layers, but there are {len(files)} "
-                         "tensors")
+        raise Refused(f"config.json says {c.n_layers} layers, but there are {len(files)} "
+                      "tensors")
     with guarded(f"{folder}: no model has the shape that config.json says"), torch.device("meta"):
         model = Transformer(c)
     check_tensors(files, model)
@@ -64,34 +63,13 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
         if quant and isinstance(module, Attention | MLP) and filled.dim() == 2:
             value = quant(filled)
         put(module, key, value)
-    model.beside = {name: read_text(folder / name) for name in BESIDE if (folder / name).is_file()}
     return model, tokenizer
 
 
-def save(model, folder, tokenizer):
-    """Write config, weights and tokenizer in the form that `transformers` reads. A loaded model
-    keeps its chat template, special tokens and settings."""
-    c = model.c
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for name, piece in parts(model):
-        tensors[name] = piece.detach().reshape(stored_shape(name, piece)).contiguous()
-    with replacing(folder / "model.safetensors") as path:
-        save_file(tensors, path, metadata={"format": "pt"})
-
-    ids = {"bos_token_id": c.bos, "eos_token_id": list(c.eos) or None}
-    settings = json.loads(model.beside.get("generation_config.json", "{}"))
-    special = {"bos_token": c.bos, "eos_token": next(iter(c.eos), None)}
-    names = {key: tokenizer.id_to_token(i) for key, i in special.items() if i is not None}
-    names["tokenizer_class"] = "PreTrainedTokenizerFast"
-    texts = {"tokenizer_config.json": json.dumps(names, indent=2)}
-    texts |= model.beside
-    texts["config.json"] = json.dumps(write_config(c, model.tok.dtype) | ids, indent=2)
-    texts["generation_config.json"] = json.dumps(settings | ids, indent=2)
-    texts["tokenizer.json"] = tokenizer.to_str(pretty=True)
-    for name, text in texts.items():
-        write_file(folder / name, text)
+def put(module, key, value):
+    """Replace a parameter of a module by `value`, a parameter or a module."""
+    delattr(module, key)
+    setattr(module, key, value)
 
 
 def encode(tokenizer, text, bos=None, special=True):
@@ -102,7 +80,7 @@ def encode(tokenizer, text, bos=None, special=True):
         text.encode()   # a clearer error for invalid Unicode than the tokenizer's
         ids = tokenizer.encode(text, add_special_tokens=special).ids
     if not ids and bos is None:
-        raise ValueError("the prompt is empty, and config.json has no bos_token_id to begin with")
+        raise Refused("the prompt is empty, and config.json has no bos_token_id to begin with")
     return ids or [bos]
 
 
@@ -175,17 +153,17 @@ def check_tensors(files, model):
     have = {name: stored for name, stored in files.items() if not name.endswith(computed)}
     for name in sorted(want.keys() | have.keys()):
         if name not in have:
-            raise ValueError(f"tensor {name} is missing: is one of the files also missing?")
+            raise Refused(f"tensor {name} is missing: is one of the files also missing?")
         dtype = have[name].dtype
         shape = have[name].shape
         if dtype not in DTYPES:
-            raise ValueError(f"tensor {name} is stored as {dtype}, but only {', '.join(DTYPES)} "
-                             "can be read: take the checkpoint that was not quantised")
+            raise Refused(f"tensor {name} is stored as {dtype}, but only {', '.join(DTYPES)} "
+                          "can be read: take the checkpoint that was not quantised")
         if name not in want:
-            raise ValueError(f"unexpected tensor {name}: this architecture does not use it, so the "
-                             "logits would be wrong. Is this a variant, or a quantised checkpoint?")
+            raise Refused(f"unexpected tensor {name}: this architecture does not use it, so the "
+                          "logits would be wrong. Is this a variant, or a quantised checkpoint?")
         if want[name] != shape:
-            raise ValueError(f"tensor {name}: config.json needs {want[name]}, found {shape}")
+            raise Refused(f"tensor {name}: config.json needs {want[name]}, found {shape}")
 
 
 def find_device(device=None):
@@ -196,6 +174,139 @@ def find_device(device=None):
         there = ["cuda", *(f"cuda:{i}" for i in range(gpus)), "cpu"]
     name = str(device or there[0])
     if name not in there:
-        raise ValueError(f"device {name} is missing or unsupported: available are "
-                         f"{', '.join(there)}")
+        raise Refused(f"device {name} is missing or unsupported: available are "
+                      f"{', '.join(there)}")
     return torch.device(name)
+
+
+# --- files
+
+
+@contextmanager
+def guarded(what):
+    """Any exception raised inside becomes a Refused of one line, which begins with `what`.
+
+    trap: when the tokenizer library, which is written in Rust, panics at a damaged file, it raises
+    a BaseException, not an Exception.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, OSError):
+        raise
+    except BaseException as e:
+        reason = str(e) if isinstance(e, ValueError) else repr(e)
+        raise Refused(f"{what}: {' '.join(reason.split())[:300]}") from None
+
+
+def download_first(name):
+    """The end of a message that says how to get a folder of this name. It is empty unless the name
+    looks like OWNER/MODEL, a model on the Hugging Face hub."""
+    owner, _, model = str(name).partition("/")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or Path(owner).exists():
+        return ""
+    return ("; if it is a model on the Hugging Face hub, download it first: "
+            f"hf download {name} --local-dir runs/{model}")
+
+
+def check_fetched(path):
+    """Raise Refused for the pointer that Git leaves in place of a file that LFS has not fetched."""
+    with open(path, encoding="latin-1") as file:    # which takes any bytes
+        if file.read(64).startswith("version https://git-lfs"):
+            raise Refused(f"{path}: a Git LFS pointer instead of the file: run git lfs pull in its "
+                          "folder")
+
+
+def read_text(path):
+    with guarded(f"{path}: not readable as UTF-8 text"):
+        return path.read_text(encoding="utf-8-sig")     # skips a byte order mark
+
+
+def parse_json(text):
+    """The value of a JSON text; None if it is not valid."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def read_json(path):
+    content = parse_json(read_text(path))
+    if not isinstance(content, dict):
+        check_fetched(path)
+        raise Refused(f"{path}: expected a JSON object, whole and valid")
+    return content
+
+
+def read_config(folder):
+    """config.json, and the end-of-text ids of generation_config.json, as a Config. Raises Refused
+    for anything that this library would compute wrongly."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: there is no such folder{download_first(folder)}")
+    path = folder / "config.json"
+    given = read_json(path)
+    eos = read_eos(folder, given)
+    with guarded(path):     # a value of an unexpected type fails somewhere below
+        return families.read(given, eos)
+
+
+def read_eos(folder, given):
+    """The end-of-text ids. If generation_config.json has the key, even as null, it decides.
+    Otherwise config.json does, which is `given`."""
+    path = folder / "generation_config.json"
+    settings = read_json(path) if path.is_file() else {}
+    if "eos_token_id" not in settings:
+        path = folder / "config.json"
+        settings = given
+    eos = settings.get("eos_token_id")
+    if eos is None:
+        return ()
+    eos = tuple(eos) if isinstance(eos, list) else (eos,)
+    if not all(type(t) is int for t in eos):
+        raise Refused(f"{path}: eos_token_id must be a token id or a list of them, got {list(eos)}")
+    return eos
+
+
+def read_tokenizer(folder):
+    """The tokenizer of a Hugging Face folder."""
+    path = folder / "tokenizer.json"
+    check_fetched(path)
+    with guarded(f"{path}: not a readable tokenizer"):
+        tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_padding()  # trap: the file may ask for a length, but a prompt must stay as it is
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a safetensors file; indexing reads it. For that the file is opened again, because
+    all that was read of an open file stays in memory."""
+    path: str
+    name: str
+    dtype: str
+    shape: tuple
+
+    def __getitem__(self, index):
+        return safe_open(self.path, framework="pt").get_slice(self.name)[index]
+
+
+def find_weights(folder):
+    """{tensor name: its Stored}, from the single file of a Hugging Face folder or from all files
+    that its index names."""
+    paths = [folder / "model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    if not paths[0].is_file() and index.is_file():
+        listed = read_json(index)
+        with guarded(f"{index}: weight_map must name a file for each tensor"):
+            paths = [folder / name for name in sorted(set(listed["weight_map"].values()))]
+            if any(path.parent != folder or path.name == ".." for path in paths):
+                raise Refused("a file outside this folder")
+    found = {}
+    for path in paths:
+        check_fetched(path)
+        with guarded(f"{path}: truncated or damaged safetensors file"):
+            file = safe_open(str(path), framework="pt")
+        for name in file.keys():
+            part = file.get_slice(name)
+            found[name] = Stored(str(path), name, part.get_dtype(), tuple(part.get_shape()))
+    return found

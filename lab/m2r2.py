@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from lab.aside import ScratchTail, masks
 from lab.transfer import own_weights
 from layerskip import SelfDraft, early_exit
+from machine.standin import StandIn, bare
 from methods.base import Head, Price, unit
 from methods.kangaroo import Kangaroo
-from model import Placement, StandIn
+from model import Placement
 
 
 class TwoRowDraft(SelfDraft):
@@ -92,7 +93,7 @@ class M2R2(Head, StandIn):
         before = torch.ones(T, T, dtype=torch.bool, device=device).tril(-1)
         own = torch.eye(T, dtype=torch.bool, device=device)
         hidden = masks(self.model, at, torch.cat([at, at], 1), torch.cat([before, own], 1)[None])
-        run = partial(self.model.bare().run, masks=hidden)
+        run = partial(bare(self.model).run, masks=hidden)
         at = Placement(at, T + at, 0, 2 * T)
         rows = list(self.rise(run, self.model.embed(tokens), at, ScratchTail(cache, 0, T)))
         self.states = torch.stack(rows, 2)                                      # (B, T, E, dim)

@@ -9,10 +9,11 @@ from itertools import product
 
 import torch
 
+from methods.block import verify_block
 from methods.trees import verify_tree
+from model import Refused
 from notebooks.outcomes import every_path, probability, total
 from support import cli
-from verification import verify_block
 
 V = 3
 TREES = {"chain of 2": [0, 1], "chain of 3": [0, 1, 2], "2 siblings": [0, 0],
@@ -164,13 +165,13 @@ def main(argv=None):
     if a.p or a.q:
         for row in (a.p, a.q):
             if len(row) != len(a.p) or len(row) < 2 or min(row) < 0 or abs(sum(row) - 1) > 1e-6:
-                raise ValueError(f"--p and --q must be distributions of as many tokens, got {a.p} "
-                                 f"and {a.q}")
+                raise Refused(f"--p and --q must be distributions of as many tokens, got {a.p} "
+                              f"and {a.q}")
         one, two = gain(a.p, a.q)
         print(f"token by token {one:.4f}, by blocks {two:.4f}: {two - one:.4f} more accepted")
         return
     if a.pairs < 1:
-        raise ValueError(f"--pairs must be at least 1, got {a.pairs}")
+        raise Refused(f"--pairs must be at least 1, got {a.pairs}")
     names = ["token by token", "block", "optimum", "agreement"]
     print(f"| accepted tokens, mean of {a.pairs} pairs | {' | '.join(names)} |", "|---" * 5 + "|",
           sep="\n")

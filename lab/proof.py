@@ -28,9 +28,8 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
+import generate
 from control import Confidence, weight_costs
-from drafter import NGram
-from files import write_file
 from lab.bench.passes import rehearsed, step
 from lab.bench.shared import GEMMA, LLAMA, ROOT, SHAPES, WEIGHTS, random_model
 from layerskip import SelfDraft, early_exit
@@ -40,8 +39,11 @@ from machine.quant import KINDS, Int4, quantise
 from machine.recorded import Recorded
 from machine.tapes import Graph, JoinedGraph, Program, Tape
 from machine.tolerance import distance
+from methods.lookup import NGram
+from model import Refused
 from speculative import rounds
-from support import cli, generate
+from support import cli
+from support.files import write_file
 from support.measure import interleave
 
 SMALL = dict(vocab_size=64, dim=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48,
@@ -302,7 +304,7 @@ def by_command(a, folder, draft, temperature, *flags):
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = generate.main(words)
     if status == 2:
-        raise ValueError(err.getvalue().strip())
+        raise Refused(err.getvalue().strip())
     r = json.loads(out.getvalue())
     return {"times plain": r["ratio"], "tokens/s": r["tokens_per_second"],
             "plain": r["baseline"]["tokens_per_second"], "tau": r["tokens_per_pass"],
@@ -342,7 +344,7 @@ def parse(argv):
     p.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     a = p.parse_args(argv)
     if a.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("torch finds no CUDA device; to rehearse: --device cpu --tiny")
+        raise Refused("torch finds no CUDA device; to rehearse: --device cpu --tiny")
     return a
 
 

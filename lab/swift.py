@@ -3,10 +3,10 @@ written. By our tables it needs more text than an answer has."""
 import torch
 
 from control import Confidence
-from drafter import Wrapper
 from lab.aside import aside
 from layerskip import SelfDraft
 from methods.trees import Siblings
+from methods.wrapper import Wrapper
 from search import GaussianProcess, expected_improvement
 
 

@@ -21,10 +21,11 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import checkpoint
-from files import note, replacing
 from lab import card, corpus
-from model import Config, Placement, Transformer
+from lab.save import beside, save
+from model import Config, Placement, Refused, Transformer
 from support import cli
+from support.files import note, replacing
 from support.texts import BOUNDARY
 
 STATE = "checkpoint.pt"
@@ -105,10 +106,10 @@ def parse(argv):
     for flag in ("tokenizer", "family", *SHAPE):
         name = flag.replace("-", "_")
         if a.start and getattr(a, name) != p.get_default(name):
-            raise ValueError(f"--{flag} is a matter of the model in {a.start}: leave it out")
+            raise Refused(f"--{flag} is a matter of the model in {a.start}: leave it out")
     if a.heads % a.kv_heads or a.dim % (2 * a.heads):
-        raise ValueError(f"--heads {a.heads} must be a multiple of --kv-heads {a.kv_heads}, and "
-                         f"--dim {a.dim} one of twice as many")
+        raise Refused(f"--heads {a.heads} must be a multiple of --kv-heads {a.kv_heads}, and "
+                      f"--dim {a.dim} one of twice as many")
     return a
 
 
@@ -187,8 +188,8 @@ def first_model(a, tokenizer, device):
         return long_enough(a, a.start, device)[0].requires_grad_(True)
     boundary = tokenizer.token_to_id(BOUNDARY)
     if boundary is None:
-        raise ValueError(f"the tokenizer of {a.tokenizer} has no {BOUNDARY} to separate the "
-                         "documents")
+        raise Refused(f"the tokenizer of {a.tokenizer} has no {BOUNDARY} to separate the "
+                      "documents")
     c = Config(vocab_size=max(tokenizer.get_vocab().values()) + 1, dim=a.dim, n_layers=a.layers,
                n_heads=a.heads, n_kv_heads=a.kv_heads, head_dim=a.dim // a.heads,
                hidden_dim=a.hidden, max_len=a.context, tied=True, bos=boundary, eos=(boundary,))
@@ -215,8 +216,8 @@ def long_enough(a, folder, device):
     --context."""
     model, tokenizer = checkpoint.load(folder, device, torch.float32)
     if a.context > model.c.max_len:
-        raise ValueError(f"--context {a.context} exceeds the context of {folder}: "
-                         f"{model.c.max_len}")
+        raise Refused(f"--context {a.context} exceeds the context of {folder}: "
+                      f"{model.c.max_len}")
     return model, tokenizer
 
 
@@ -294,7 +295,8 @@ class Run:
 
     def finish(self):
         """Write the model in bfloat16 and its card."""
-        checkpoint.save(self.model.bfloat16(), Path(self.a.out), self.text.tokenizer)
+        texts = beside(self.a.start) if self.a.start else {}
+        save(self.model.bfloat16(), Path(self.a.out), self.text.tokenizer, texts)
         self.model.float()      # as the file holds it
         card.model_card(self,
                         {name: self.evaluate(s, 32768) for name, s in self.text.valid.items()})
@@ -321,16 +323,16 @@ def open_run(a, fresh=fresh_run):
     text = None
     if out.exists() and any(out.iterdir()):
         if not (a.resume and (out / STATE).is_file()):
-            raise ValueError(f"{out} is not empty: continue its run with --resume, or name another "
-                             "--out")
+            raise Refused(f"{out} is not empty: continue its run with --resume, or name another "
+                          "--out")
         with checkpoint.guarded(f"{out / STATE}: not a checkpoint of this program, or damaged"):
             state = torch.load(out / STATE, "cpu", weights_only=True)
             command = state["command"]
             text = corpus.Corpus(**state["text"] | {
                 "tokenizer": Tokenizer.from_str(state["text"]["tokenizer"])})
         if command != a.command:
-            raise ValueError(f"{out} holds another run, which only the same flags continue: "
-                             f"{command} --resume")
+            raise Refused(f"{out} holds another run, which only the same flags continue: "
+                          f"{command} --resume")
     run = fresh(a, checkpoint.find_device(a.device), text)
     if state:
         with checkpoint.guarded(f"{out / STATE}: not a checkpoint of this run, or damaged"):
@@ -374,8 +376,8 @@ def train(run):
             run.train_step()
             run.seconds = time.monotonic() - started
             if not math.isfinite(run.loss):
-                raise ValueError(f"the loss is {run.loss} at step {run.step}: try a lower --lr and "
-                                 "--muon-lr")
+                raise Refused(f"the loss is {run.loss} at step {run.step}: try a lower --lr and "
+                              "--muon-lr")
             bar.set_postfix_str(f"loss {run.loss:.2f}", refresh=False)
             bar.update(run.block)
             if run.seconds - saved > EVERY:

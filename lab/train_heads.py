@@ -18,19 +18,20 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-from files import write_file
 from kvcache import KVCache
 from lab import card, corpus, train
 from lab.m2r2 import M2R2
 from lab.transfer import Transfer
+from machine.standin import StandIn
 from methods import heads
 from methods.standin import VOCAB, ShortHead, most_frequent
 from methods.trees import rank_acceptance
-from model import Placement, StandIn
+from model import Placement, Refused
 from sampling import Coins, to_probs
 from speculative import generate
 from support import cli
 from support.chat import message
+from support.files import write_file
 from support.texts import read_texts
 
 EXIT = ("exit-layer", None, 0, 2**20, "after which block it reads (default: a sixth)")
@@ -88,8 +89,8 @@ def parse(argv):
     a = whole.parse_args(argv)
     a.command = train.command_line("lab.train_heads", argv)
     if a.kind == "medusa" and a.vocab and a.markov:
-        raise ValueError("the bias by the token before is of all tokens: --vocab goes with "
-                         "--markov 0")
+        raise Refused("the bias by the token before is of all tokens: --vocab goes with "
+                      "--markov 0")
     return a
 
 
@@ -121,8 +122,8 @@ def write_text(model, count, seed, length, temperature=1.0, opening=0, prompts=N
     ids = []
     coins = Coins(seed)
     if c.bos is None and not prompts:
-        raise ValueError("this model has no begin-of-text id to start a text with: give it "
-                         "--prompts")
+        raise Refused("this model has no begin-of-text id to start a text with: give it "
+                      "--prompts")
     begun = cycle(prompts or [[c.bos]])
     with tqdm(total=int(count), desc="writing", unit="tok", unit_scale=True, disable=None) as bar:
         while len(ids) < count:

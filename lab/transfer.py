@@ -6,9 +6,10 @@ from torch import nn
 
 from control import weight_costs
 from lab.aside import ScratchTail, masks
+from machine.standin import bare
 from methods.base import Head, Price
 from methods.medusa import MedusaDraft
-from model import Placement
+from model import Placement, Refused
 
 
 def own_weights(model, **tensors):
@@ -51,8 +52,8 @@ class Transfer(Head):
     def __init__(self, model, inject_layer, steps):
         L, dim = model.c.n_layers, model.c.dim
         if not 0 <= inject_layer <= L:
-            raise ValueError(f"the inject layer must lie between 0 and {L} (all blocks), got "
-                             f"{inject_layer}")
+            raise Refused(f"the inject layer must lie between 0 and {L} (all blocks), got "
+                          f"{inject_layer}")
         self.model = model
         self.shape = {"inject_layer": inject_layer, "steps": steps}
         self.steps = steps
@@ -80,7 +81,7 @@ class Transfer(Head):
         at = riders(T, self.steps, tokens.device)
         hidden = masks(m, at.positions[:, T:], at.positions, at.tree[:, T:])
         at = Placement(at.positions[:, T:], at.slots[:, T:], 0, at.end)
-        x = m.bare().run(rows, at, ScratchTail(cache, 0, T), range(2 * t, 2 * m.c.n_layers),
+        x = bare(m).run(rows, at, ScratchTail(cache, 0, T), range(2 * t, 2 * m.c.n_layers),
                          masks=hidden)
         x = x.unflatten(1, (T, -1))                                             # (B, T, steps, dim)
         for k in range(1, self.steps + 1):

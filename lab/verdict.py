@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from files import guarded
+from checkpoint import guarded
+from model import Refused
 from speculative import check_prompts
 from support import cli
-from support.stats import parting
+from support.compare import parting
 
 
 def parse(argv):
@@ -43,7 +44,7 @@ def ids_of(path, prompt, encode):
         return encode(prompt + text)
     ids = json.loads(text)
     if not (isinstance(ids, list) and all(type(i) is int for i in ids)):
-        raise ValueError("a .json file must hold a list of token ids")
+        raise Refused("a .json file must hold a list of token ids")
     return encode(prompt) + ids
 
 
@@ -66,8 +67,8 @@ def run(argv):
         print(f"equal: {len(ours)} tokens")
         return 0
     if not prompt:
-        raise ValueError(f"the texts change the first token of the prompt {a.prompt!r}, and "
-                         "nothing comes before it: name a longer prompt")
+        raise Refused(f"the texts change the first token of the prompt {a.prompt!r}, and "
+                      "nothing comes before it: name a longer prompt")
     d = parting(model, prompt, ours, theirs, getattr(torch, a.dtype))
     words = [tokenizer.decode([i]) for i in d["ids"]]
     if len(words) < 2:

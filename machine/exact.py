@@ -14,9 +14,11 @@ import torch
 
 from machine.blocks import pad, widen
 from machine.few import FewRows
+from machine.fused import fuse
 from machine.recorded import Recorded
+from machine.standin import StandIn
 from machine.tapes import JoinedGraph
-from model import Placement, StandIn
+from model import Placement, Refused
 
 ROWS = 8    # of every pass
 
@@ -80,8 +82,8 @@ class ExactRows(FewRows):
 
 def check_chain(at):
     if at.tree is not None:
-        raise ValueError("a tree cannot be exact: its keys stand in other slots, and sums over "
-                         "them round differently")
+        raise Refused("a tree cannot be exact: its keys stand in other slots, and sums over "
+                      "them round differently")
 
 
 def part(cache, b):
@@ -93,7 +95,7 @@ def part(cache, b):
 
 def fast(model):
     """The model in fast passes, which are recorded on a GPU and in C++ on a CPU."""
-    return Recorded(model) if model.tok.is_cuda else FewRows(model)
+    return Recorded(model) if model.tok.is_cuda else FewRows(fuse(model))
 
 
 def exactly(model, recorded=True):

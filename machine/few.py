@@ -11,13 +11,14 @@ from functools import cache
 import torch
 from torch import nn
 
-import files
 from kvcache import KVCache
 from machine import rows
 from machine.quant import Matrix, Whole
 from machine.rows import FLOATS, WIDTHS, Block, Model, Pass, Weight, describe
+from machine.standin import StandIn
 from machine.tolerance import distance, tolerance
-from model import Placement, StandIn, visible
+from model import Placement, visible
+from support import files
 
 WIDE = 512      # numbers of a head that a pass has room for
 NORMS = "attn_norm", "attn_post", "mlp_norm", "mlp_post", "attn.q_norm", "attn.k_norm"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from files import replacing
+from support.files import replacing
 
 
 def cache_file(name):

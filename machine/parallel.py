@@ -28,8 +28,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from checkpoint import put
 from machine.quant import Matrix
-from model import Transformer, put
+from model import Refused, Transformer
 from sampling import Coins
 
 LIMIT = timedelta(minutes=5)  # how long a process waits for others that are still loading weights
@@ -47,7 +48,7 @@ class Part(NamedTuple):
         world = self.world
         for what, count in (("key-value heads", c.n_kv_heads), ("columns of an MLP", c.hidden_dim)):
             if count % world:
-                raise ValueError(f"{world} processes cannot share {count} {what} evenly")
+                raise Refused(f"{world} processes cannot share {count} {what} evenly")
         with torch.device("meta"):
             own = Transformer(replace(
                 c,
@@ -160,7 +161,7 @@ def together():
     Only rank 0 prints. If something fails, the first process that notices reports it, and all
     others end without a message, with status 2.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
         yield
         return
     store, rank, world = next(dist.rendezvous("env://", timeout=LIMIT))

@@ -23,10 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from checkpoint import put
 from control import Costs
 from machine import rows
 from machine.rows import FLOATS, WIDTHS, Weight, describe
-from model import put
+from machine.standin import bare
 
 SHARE = 32      # weights of a tile in each of its rows; in int4 they share a step and an offset
 OUTPUTS = 16    # rows of a tile, which machine/bits.cpp computes side by side
@@ -273,7 +274,7 @@ def quantise(model, kind="int8", head=None, rounds=False):
     well. `rounds` is for a copy that only drafts (see `Whole`). A quantised model is quantised
     again from its present values. Cast a model before this, because a later cast would include the
     scales."""
-    model = model.bare()
+    model = bare(model)
     twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
 
     def replace(module, name, w, kind):

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-import files
 from machine.blocks import Piece, pad, widen
+from machine.standin import StandIn
 from machine.tapes import Home, Program
 from machine.tolerance import distance, tolerance
-from model import StandIn, Transformer
+from model import Transformer
+from support import files
 
 TRIES = 3       # recordings of a pass that may fail their check before it stays eager
 

@@ -25,8 +25,9 @@ from pathlib import Path
 
 import torch
 
-import files
 from machine.kept import cache_file, digest, find_whole, keep, keep_whole, processor
+from model import Refused
+from support import files
 
 WIDTHS = 24, 32, 48, 64     # numbers of rows for which torch's product may be slower than the loop
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}    # a `Kind` in rows.cpp
@@ -119,7 +120,7 @@ def build(stem):
                 break
         else:
             said = run.stderr.strip().splitlines() or [f"status {run.returncode}"]
-            raise ValueError(f"{command[0]}, which failed: {said[0]}")
+            raise Refused(f"{command[0]}, which failed: {said[0]}")
         lib = ctypes.CDLL(str(made))
         check(lib)
         try:
@@ -169,7 +170,7 @@ def check(lib):
             plain = w.to(dtype)
             y = alone(lib, x.to(dtype), describe(plain), f"{dtype}")
             if not torch.allclose(y, x.to(dtype).float() @ plain.float().T, atol=1e-3):
-                raise ValueError(f"a product in {dtype} is wrong")
+                raise Refused(f"a product in {dtype} is wrong")
         # any bytes are whole numbers, and these are steps and offsets in bfloat16, too
         tiles = torch.linspace(-2, 2, 5 * (K + 31) // 32 * 256).to(torch.bfloat16)
         scale = torch.ones(80)
@@ -183,7 +184,7 @@ def alone(lib, x, weight, name):
     y = call(lib, x, weight, torch.float32)
     for count in range(1, len(x)):
         if not torch.equal(call(lib, x[:count], weight, torch.float32), y[:count]):
-            raise ValueError(f"a row in {name} depends on the rows beside it")
+            raise Refused(f"a row in {name} depends on the rows beside it")
     return y
 
 

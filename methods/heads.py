@@ -22,13 +22,16 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from checkpoint import guarded
 from control import weight_costs
-from files import guarded, replacing
+from machine.standin import alongside
 from methods.eagle import Eagle
 from methods.kangaroo import ExitBlock, Kangaroo
 from methods.medusa import Medusa
 from methods.prophet import Prophet
 from methods.standin import VOCAB, ShortHead, read_vocab
+from model import Refused
+from support.files import replacing
 
 KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, Eagle, Medusa, Prophet)}
 FILE = "heads.safetensors"
@@ -95,15 +98,15 @@ def load(folder, model, kinds=KINDS):
     with guarded(f"{path}: no trained heads for this model"):
         file = safe_open(path, framework="pt")
         if about["model"] != list(FITS(model.c)):
-            raise ValueError("their model has another shape or vocabulary: train heads for this "
-                             "one")
+            raise Refused("their model has another shape or vocabulary: train heads for this "
+                          "one")
         if about["kind"] not in kinds:
-            raise ValueError(f"unknown kind {about['kind']!r}; known kinds are {', '.join(kinds)}")
+            raise Refused(f"unknown kind {about['kind']!r}; known kinds are {', '.join(kinds)}")
         head = kinds[about["kind"]](model, **about["shape"])
         head.weights.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
         head.ranks = [float(r) for r in about["ranks"]]
     if head.own:
-        head.own = model.alongside(head.own)
+        head.own = alongside(model, head.own)
     if vocab.is_file():
         head = shorter(head, read_vocab(vocab, model.c.vocab_size))
     return head

@@ -6,6 +6,7 @@ from torch import nn
 from drafter import chain
 from methods.base import Head, HeadDraft, Price, unit
 from methods.trees import Tree, siblings
+from model import Refused
 
 
 class Medusa(Head):
@@ -64,8 +65,8 @@ class MedusaDraft(HeadDraft):
         super().__init__(head, rule)
         self.parents = parents
         if self.rule.longest > head.steps:
-            raise ValueError(f"{head.steps} heads cannot draft {self.rule.longest} tokens: "
-                             "one token each")
+            raise Refused(f"{head.steps} heads cannot draft {self.rule.longest} tokens: "
+                          "one token each")
 
     def last(self, state):
         """What its heads read. (B, 1, dim)"""

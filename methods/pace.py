@@ -10,11 +10,12 @@ from collections import Counter
 from itertools import pairwise, takewhile
 
 from control import MOST, weight_costs
-from drafter import Drafter, Wrapper
+from drafter import Drafter
 from layerskip import same_model
 from methods.arms import FADE, PRIOR, Arm, candidates
 from methods.counts import Beta
-from methods.suffix import DEPTH, Suffix
+from methods.lookup import DEPTH, Suffix
+from methods.wrapper import Wrapper
 
 STAKE = 2.0     # passes that may be lost before anything is won
 RISK = 0.005    # what exploring may cost, as a share of plain decoding

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from files import read_json
-from model import StandIn
+from checkpoint import read_json
+from machine.standin import StandIn
+from model import Refused
 
 VOCAB = "draft_vocab.json"  # the name of a file with a draft vocabulary
 
@@ -34,6 +35,11 @@ class ShortHead(StandIn):
         short = self.model.unembed(x, self.rows)                                # (B, T, N)
         logits = short.new_full((*x.shape[:2], self.model.c.vocab_size), -math.inf)
         return logits.index_copy_(2, self.ids, short)                           # (B, T, V)
+
+
+def short_head(model, path):
+    """The model with the draft vocabulary in a file."""
+    return ShortHead(model, read_vocab(path, model.c.vocab_size))
 
 
 class Padded(StandIn):
@@ -62,8 +68,8 @@ def most_frequent(texts, count):
     there are fewer different ids."""
     seen = Counter(token for ids in texts for token in ids)
     if len(seen) < count:
-        raise ValueError(f"a draft vocabulary of {count}: the text holds only {len(seen)} "
-                         "different tokens")
+        raise Refused(f"a draft vocabulary of {count}: the text holds only {len(seen)} "
+                      "different tokens")
     ids = sorted(seen, key=lambda i: (-seen[i], i))[:count]
     return {"ids": ids, "share": sum(seen[i] for i in ids) / seen.total()}
 
@@ -73,6 +79,6 @@ def read_vocab(path, vocab_size):
     ids = read_json(Path(path)).get("ids")
     fine = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
     if not fine or not 0 < len(set(ids)) == len(ids):
-        raise ValueError(f"{path}: expected different token ids from 0 to {vocab_size - 1} under "
-                         '"ids", as search.py --draft-vocab writes them')
+        raise Refused(f"{path}: expected different token ids from 0 to {vocab_size - 1} under "
+                      '"ids", as search.py --draft-vocab writes them')
     return ids

@@ -19,7 +19,8 @@ from functools import cache, cached_property
 
 import torch
 
-from drafter import Draft, Wrapper
+from drafter import Draft
+from methods.wrapper import Wrapper
 from sampling import one_hot
 
 # --- a tree as a draft

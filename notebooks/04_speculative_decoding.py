@@ -338,7 +338,8 @@ print("text so far:", tokenizer.decode(state.known[0]))
 # We decode greedily, so all three must write the same text.
 
 # %%
-from drafter import ModelDraft, NGram
+from drafter import ModelDraft
+from methods.lookup import NGram
 from speculative import generate
 
 drafters = {"first blocks": lambda gamma: SelfDraft(model, range(2 * EXIT), gamma),
@@ -375,7 +376,7 @@ for name, seen in runs.items():
 # Here it writes code. **Look:** which copies are right?
 
 # %% jupyter={"source_hidden": true}
-from methods.suffix import Suffix
+from methods.lookup import Suffix
 
 code = checkpoint.encode(tokenizer, read_prompts("code")[0]["prompt"], c.bos)
 lookup = Suffix(7)

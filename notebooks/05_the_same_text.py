@@ -49,8 +49,9 @@ print(f"{EXIT} of {L} blocks draft; the prompt has {len(prompt)} tokens")
 # %% jupyter={"source_hidden": true}
 from itertools import product
 
+from methods.block import verify_block
 from notebooks.outcomes import every_path, total
-from verification import verify, verify_block
+from verification import verify
 
 third = torch.tensor([1, 2], dtype=torch.float64) / 3
 p_s = third.expand(1, 3, 2)                                     # (B, K+1, V)

@@ -173,7 +173,7 @@ figure
 from control import best_along, expected_tokens_along, round_cost
 from layerskip import SelfDraft
 from speculative import rounds
-from support.stats import compare
+from support.compare import compare
 
 chosen = sorted({max(1, L // 12), max(1, L // 6), max(1, L // 4), max(1, L // 2)})
 series = {e: [t.acceptance(early_exit(L, e)) for t in text.teachers] for e in chosen}

@@ -47,7 +47,7 @@ print(f"{L} blocks, of which the first {EXIT} draft")
 # %%
 from itertools import islice
 
-from drafter import Wrapper
+from methods.wrapper import Wrapper
 from methods.trees import Siblings, ancestors
 from speculative import rounds
 

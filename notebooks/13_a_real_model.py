@@ -369,7 +369,7 @@ print(f"c {c:.2f} instead of {by_bytes['int4']:.2f}, alpha {found.alpha:.2f} ins
 # prompt, small edits of code in the prompt, maths, translation?
 
 # %%
-from methods.suffix import Suffix
+from methods.lookup import Suffix
 
 KINDS = "chat", "summaries", "code_edits", "maths", "translation"
 questions = {kind: prompts_of(kind) for kind in KINDS}

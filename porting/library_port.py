@@ -16,10 +16,12 @@ import model
 import speculative
 import verification
 from checkpoint import parts, read_config
-from drafter import Drafter, NGram, Wrapper
+from drafter import Drafter
 from kvcache import KVCache
 from layerskip import SelfDraft
+from methods.lookup import NGram
 from methods.trees import Siblings, Tree, ancestors, verify_tree
+from methods.wrapper import Wrapper
 from model import Attention, Config, RMSNorm, Transformer
 from porting.check import ROOT, fingerprint
 from sampling import Coins, Race, to_probs

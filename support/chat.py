@@ -10,8 +10,8 @@ from pathlib import Path
 import jinja2.ext
 import jinja2.sandbox
 
-from files import read_json, read_text
-from sampling import check
+from checkpoint import read_json, read_text
+from model import Refused
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -42,8 +42,8 @@ def read_template(folder):
     if isinstance(source, list):    # some models also have one for tools
         source = {t.get("name"): t.get("template") for t in source}.get("default")
     if not isinstance(source, str):
-        raise ValueError(f"{folder}: no chat template, so this is a base model: prompt it without "
-                         "--chat")
+        raise Refused(f"{folder}: no chat template, so this is a base model: prompt it without "
+                      "--chat")
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols])
     # Jinja's own escapes for HTML
@@ -62,7 +62,7 @@ def read_template(folder):
                 tools=None, documents=None, **special)  # trap: undefined is not None
         except Exception as e:  # a template is a program and can fail in any way
             why = " ".join(str(e).split())[:200]
-            raise ValueError(f"{folder}: the chat template fails: {why}") from None
+            raise Refused(f"{folder}: the chat template fails: {why}") from None
 
     return render
 
@@ -73,7 +73,7 @@ PROBE = "what-the-user-wrote"     # a word that no template has
 def message(folder):
     """A function of a user's message that returns the prompt, by the template in `folder`. Some
     templates take a message only as a list of parts, as models with images have it, and leave out a
-    plain text without an error. Raises ValueError as `read_template` does, or if the message is
+    plain text without an error. Raises Refused as `read_template` does, or if the message is
     lost."""
     render = read_template(folder)
     failed = None
@@ -83,28 +83,13 @@ def message(folder):
         try:
             if PROBE in ask(PROBE):
                 return ask
-        except ValueError as e:
+        except Refused as e:
             failed = failed or e
-    raise failed or ValueError(f"{folder}: the chat template leaves out the message")
+    raise failed or Refused(f"{folder}: the chat template leaves out the message")
 
 
-def own_settings(folder):
-    """The flags of generate.py for the sampling settings in a folder's generation_config.json; ""
-    if it names none, says not to sample, or cannot be used."""
-    path = Path(folder) / "generation_config.json"
-    if not path.is_file():
-        return ""
-    try:
-        named = read_json(path)
-        if named.get("do_sample") is False:
-            return ""
-        keys = "temperature", "top_k", "top_p", "min_p"
-        settings = {key: named[key] for key in keys if named.get(key)}
-        if settings.get("top_p") == 1:      # no cut
-            del settings["top_p"]
-        if settings:
-            settings = {"temperature": 1.0} | settings
-            check(**settings)
-    except (ValueError, TypeError):
-        return ""
-    return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in settings.items())
+def encoder(folder, encode):
+    """A function of a user's message that returns ids. The template renders the special tokens, so
+    encode(text, special=False) adds none."""
+    render = message(folder)
+    return lambda text: encode(render(text), special=False)

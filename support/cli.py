@@ -1,66 +1,28 @@
 """What the command lines share. Bad input is one clear line and exit status 2, never a traceback.
 
-A ValueError or an OSError is a one-line message to the user, wherever it is raised. Any other
-exception is our own bug.
+Refused and OSError are one-line messages to the user, wherever they are raised. Any other exception
+is our own bug, and shows its traceback.
 """
 import argparse
 import contextlib
 import io
 import math
 import os
-import re
 import sys
 from pathlib import Path
 
 import torch
 
-from files import note, read_json
-from layerskip import without
+from model import Refused
 
 DTYPES = {name: vars(torch)[name] for name in ("float32", "bfloat16", "float16", "float64")}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, except that a wrong flag raises ValueError like all other bad input."""
+    """argparse, except that a wrong flag raises Refused like all other bad input."""
 
     def error(self, message):
-        raise ValueError(f"{message}; see --help")
-
-
-# --- files that say how to draft
-
-
-def skip_set(text):
-    """The blocks whose attention is skipped, the blocks whose MLP is skipped, and how far to draft
-    (None if that is left open). `text` may be "a3,m4", which skips attention 3 and MLP 4, or a file
-    of search.py."""
-    names = [name.strip() for name in str(text).split(",")]
-    if all(re.fullmatch(r"[am][0-9]{1,6}", name) for name in names):
-        attn, mlp = ([int(name[1:]) for name in names if name[0] == kind] for kind in "am")
-        return attn, mlp, None
-    sets = read_json(Path(text))
-    attn, mlp, gamma = sets.get("attn", []), sets.get("mlp", []), sets.get("gamma")
-    fine = {"attn", "mlp"} & sets.keys() and isinstance(attn, list) and isinstance(mlp, list)
-    if not fine or not all(type(i) is int and i >= 0 for i in (*attn, *mlp, gamma or 0)):
-        raise ValueError(f'{text}: expected lists of block numbers under "attn" and "mlp", and '
-                         'maybe a "gamma", as search.py writes them')
-    return attn, mlp, gamma
-
-
-def read_skip(text, n_layers):
-    """The sub-layers that stay when the ones in `skip_set` are skipped."""
-    attn, mlp, _ = skip_set(text)
-    return without(n_layers, attn, mlp)
-
-
-def read_beside(path, read, *args):
-    """read(path, *args) of a file that may lie beside the weights. It is None if there is no such
-    file or if it cannot be used, because a stray file must not end a run."""
-    try:
-        return read(path, *args) if path.is_file() else None
-    except (ValueError, OSError) as e:
-        note("left out", e)
-        return None
+        raise Refused(f"{message}; see --help")
 
 
 # --- a command's streams and threads
@@ -100,12 +62,6 @@ def limit_threads():
         torch.set_num_threads(max(1, int(min(torch.get_num_threads(), quota()))))
 
 
-def read_input():
-    """Standard input as text; bytes that are not UTF-8 become surrogates."""
-    sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)
-    return sys.stdin.read()
-
-
 def main(run, argv):
     """Returns the exit status, which is what run(argv) returns, or 0. It is 2 after bad input, with
     one line that says why, 130 after Ctrl-C, and 141 if the program that reads our output has
@@ -121,8 +77,12 @@ def main(run, argv):
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, OSError) as e:
+    except Refused as e:
         message = str(e)
+    except OSError as e:
+        message = str(e)
+        if e.filename and e.strerror:
+            message = f"{e.filename}: {e.strerror}"
     except (RuntimeError, MemoryError) as e:
         # torch has no class for these. trap: CUDA's "illegal memory access" mentions memory, and is
         # a bug

@@ -14,16 +14,17 @@ from pathlib import Path
 
 import torch
 
+from checkpoint import guarded, read_json
 from control import MOST, Costs
 from drafter import Draft, Drafter
-from files import guarded, note, read_json
 from kvcache import KVCache
 from machine.kept import cache_file, identity, keep
+from machine.standin import bare, rehearse
 from methods.pace import OVERHEAD, Pace
-from model import SPARE, Placement
+from model import SPARE, Placement, Refused
 from sampling import Coins, raw_probs, to_probs
 from speculative import State, one_round, rounds
-from support.cli import read_beside
+from support.files import note, read_beside
 from verification import verify
 
 WIDTHS = 1, 2, 3, 4, 5, 8, 9, 13, MOST + 1      # of the blocks that are measured
@@ -58,7 +59,7 @@ def measure_costs(model, repeats=50, limit=math.inf):
     head; only the parts are measured eagerly."""
     far = 16 * CONTEXT
     unbounded = 2 * (model.c.n_layers > 1)      # an attention without a window, if there is one
-    eager = model.bare()
+    eager = bare(model)
     device = model.tok.device
     cache = KVCache(model.c, 1, far + MOST + 1, model.attention_dtype(), device)
     text = torch.arange(CONTEXT + MOST + 1, device=device)[None] % model.c.vocab_size
@@ -91,7 +92,7 @@ def measure_costs(model, repeats=50, limit=math.inf):
     for T in WIDTHS:
         passes[T, "before"] = partial(read, 1)
         passes[T, ""] = partial(read, T)
-    model.rehearse(lambda: [passes[T, ""]() for T in WIDTHS])
+    rehearse(model, lambda: [passes[T, ""]() for T in WIDTHS])
     times = interleave({
         **parts,
         "empty": partial(eager.run, x, here, cache, []),
@@ -146,7 +147,7 @@ def measure_arms(model, arms, costs, repeats=5):
         ways[arm.name, "one"] = rounds_of(arm.alone(1))
         ways[arm.name, "most"] = rounds_of(arm.alone(most))
         ways[arm.name, "asked"] = rounds_of(arm.alone(most, asks=True))
-    model.rehearse(lambda: [step() for step in ways.values()])
+    rehearse(model, lambda: [step() for step in ways.values()])
     times = interleave(ways, repeats)
     found = {}
     for name, most in far.items():
@@ -183,7 +184,7 @@ def measure_step(model, twin, context=CONTEXT):
         return lambda: m.unembed(m.run(m.embed(token), at, cache))
 
     steps = {"model": step(model), "twin": step(twin)}
-    model.rehearse(lambda: [act() for act in steps.values()])
+    rehearse(model, lambda: [act() for act in steps.values()])
     times = interleave(steps, 20)
     return times["twin"] / times["model"]
 
@@ -203,7 +204,7 @@ def read_costs(path, c):
         ratios = [ratio for _, ratio in costs.passes]
         numbers = [*costs.sublayers, costs.head, costs.slot, costs.call, costs.thinking, *ratios]
         if len(costs.sublayers) != 2 * c.n_layers or not all(0 <= x < math.inf for x in numbers):
-            raise ValueError(f"expected {2 * c.n_layers} sub-layers, and numbers from 0 up")
+            raise Refused(f"expected {2 * c.n_layers} sub-layers, and numbers from 0 up")
     return replace(
         costs,
         sublayers=tuple(costs.sublayers),

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
+from model import Refused
 from sampling import Coins, one_hot, raw_probs, to_probs
+from support.files import write_file
 from support.show import SIGNS, STYLES, Stream, origins
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -103,10 +105,15 @@ class Player:
                       "coin": short(coins[-2][k])}
         return place
 
+    def save(self, options, note):
+        """Write the page that --page names."""
+        settings = {"model": options.model.name, "draft": note, **options.sampling()}
+        write_file(options.page, self.html(settings | {"seed": options.seed}))
+
     def html(self, settings=None):
         """The page, which names the settings that are not None."""
         if not self.rounds:
-            raise ValueError("nothing was written, so there is no round to step through")
+            raise Refused("nothing was written, so there is no round to step through")
         named = {key: value for key, value in (settings or {}).items() if value is not None}
         data = json.dumps({
             "prompt": self.prompt.translate(SIGNS),

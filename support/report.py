@@ -1,12 +1,16 @@
 """What generate.py reports about a run, as JSON for scripts or as the lines after the text."""
+import json
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import torch
 
-from machine import parallel
-from support import chat, show, stats
-
-REPEATS = 3     # interleaved runs in --compare, after a warm-up of each
+from checkpoint import read_json
+from model import Refused
+from sampling import check
+from support import show
+from support.flags import processes
 
 
 def of_run(options, model, plan, texts, seen):
@@ -19,10 +23,10 @@ def of_run(options, model, plan, texts, seen):
         outputs.append({"prompt": text, "text": written, "ids": [t.id for t in row]})
     how = plan.note
     if plan.draft == "auto":
-        how += f": {seen.timed.drafters[0].summary()}"
-    own_settings = ""
+        how += f": {seen.timed.drafter.summary()}"
+    settings = ""
     if options.temperature == 0:
-        own_settings = chat.own_settings(options.model)
+        settings = own_settings(options.model)
     return {
         "outputs": outputs,
         **speed(n.tokens, seen.timed.reading, sum(seen.timed.seconds.values())),
@@ -37,13 +41,32 @@ def of_run(options, model, plan, texts, seen):
         "fast": options.fast and model.replays(),
         "exact": options.exact,
         "quant": options.quant,
-        "processes": parallel.here()[1],
+        "processes": processes(),
         "dtype": str(model.tok.dtype).removeprefix("torch."),
         "device": str(model.tok.device),
         "threads": torch.get_num_threads(),
         "seed": options.seed,
-        "own_settings": own_settings,
+        "own_settings": settings,
     }
+
+
+def conclude(options, model, plan, texts, seen, player, start):
+    """Write pictures and pages, compare, and print the report. Returns the exit status."""
+    found = of_run(options, model, plan, list(texts.values()), seen)
+    try:
+        if options.picture:
+            import_module("support.picture").draw(seen, options.picture)
+        if player:
+            player.save(options, plan.note)
+    finally:    # a full disk does not cost the answer
+        lines = summary(found, seen)
+        if options.compare:
+            compare = import_module("support.compare")
+            found |= compare.against_plain(options, model, seen.ids, plan, start, found["outputs"])
+            lines = [*summary(found, seen), *compare.lines(found)]
+        print(json.dumps(found) if options.json else "\n".join(lines))
+    different = found.get("first_divergence")
+    return int(bool(different and (options.exact or not different["near_tie"])))
 
 
 def speed(tokens, reading, seconds):
@@ -52,39 +75,16 @@ def speed(tokens, reading, seconds):
             "tokens_per_second": tokens / seconds if seconds else 0.0}
 
 
-def against_plain(writer, plan, outputs):
-    """Time drafted and plain decoding in turn. The printed `outputs` must be the plain ones, unless
-    they were sampled without --exact."""
-    makers = {"drafted": plan.make, "plain": lambda: None}
-    runs = stats.compare(writer.rounds, makers, len(outputs), REPEATS)
-    drafted, plain = (speed(run.tokens, run.reading, run.seconds) for run in runs.values())
-    texts = runs["plain"].outputs
-    found = {
-        **drafted,
-        "identical": None,
-        "first_divergence": None,
-        "ratio": runs["drafted"].rate / runs["plain"].rate if runs["plain"].tokens else None,
-        "baseline": plain | {"target_passes": runs["plain"].passes, "ids": texts},
-    }
-    if writer.options.exact or writer.options.temperature == 0:
-        ids = [output["ids"] for output in outputs]
-        different = stats.divergence(writer.model, writer.prompts, ids, texts)
-        found |= {"first_divergence": different, "identical": different is None}
-    return found
-
-
 def summary(r, seen):
-    """The lines after the text, which are the legend, the counts, how it drafted, how fast it was
-    and the verdict."""
+    """The lines after the text, which are the legend, the counts, how it drafted and how fast it
+    was."""
     lines = [seen.summary(), r["how"], rates(r)]
     if show.colours(sys.stdout):
         names = [show.paint([(name, origin)]) for origin, (*_, name) in show.STYLES.items()]
         lines.insert(0, "  ".join(names))
     if r["own_settings"]:
         lines.append(f"this is greedy; the model's own settings: {r['own_settings']}")
-    if "baseline" in r:
-        lines.append(verdict(r))
-    return "\n".join(lines)
+    return lines
 
 
 def rates(r):
@@ -97,31 +97,26 @@ def rates(r):
         "exact": r["exact"],
         f"{r['processes']} processes": r["processes"] > 1}
     line = ", ".join(fact for fact, holds in facts.items() if holds)
-    if "baseline" not in r:
-        seconds = f"{r['reading_seconds']:.2g} s"
-        return f"{line}, after reading the prompt in {seconds} (one run, while printing)"
-    ratio = "unknown" if r["ratio"] is None else f"{r['ratio']:.2f}"
-    line += f"; plain decoding {r['baseline']['tokens_per_second']:.0f}: ratio {ratio}"
-    return f"{line} (after reading the prompt; medians of {REPEATS} interleaved runs)"
+    return f"{line}, after reading the prompt in {r['reading_seconds']:.2g} s"
 
 
-def verdict(r):
-    """Whether the text is the same as in plain decoding."""
-    d = r["first_divergence"]
-    if r["identical"] is None:
-        return ("sampled texts may differ: drafting spends more random numbers (compare at "
-                "temperature 0, or with --exact)")
-    if d is None:
-        return f"identical to plain decoding in {r['dtype']}, token for token"
-    equal = f"{d['position']} equal token{'s' * (d['position'] != 1)}"
-    if len(r["outputs"]) > 1:
-        equal += f" of output {d['output']}"
-    if r["exact"]:
-        return (f"NOT identical to plain decoding, which --exact promises, after {equal}: "
-                "please report it")
-    gap = f"{d['gap']:.3g} apart, and rounding in {r['dtype']} explains up to {d['rounding']:.2g}"
-    if d["near_tie"]:
-        return (f"after {equal} a near-tie was decided differently from plain decoding: "
-                f"two logits are {gap}")
-    return (f"NOT identical to plain decoding, and not by a near-tie: after {equal} two logits "
-            f"are {gap}")
+def own_settings(folder):
+    """The flags of generate.py for the sampling settings in a folder's generation_config.json; ""
+    if it names none, says not to sample, or cannot be used."""
+    path = Path(folder) / "generation_config.json"
+    if not path.is_file():
+        return ""
+    try:
+        named = read_json(path)
+        if named.get("do_sample") is False:
+            return ""
+        keys = "temperature", "top_k", "top_p", "min_p"
+        settings = {key: named[key] for key in keys if named.get(key)}
+        if settings.get("top_p") == 1:      # no cut
+            del settings["top_p"]
+        if settings:
+            settings = {"temperature": 1.0} | settings
+            check(**settings)
+    except (Refused, TypeError):
+        return ""
+    return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in settings.items())

@@ -8,13 +8,15 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
+from checkpoint import parse_json, read_text
 from control import weight_costs
-from files import check_writable, note, parse_json, read_text, write_file
 from layerskip import skipped
 from methods.standin import VOCAB, ShortHead, most_frequent
+from model import Refused
 from sampling import to_probs
 from search import Calibration, Space, search, speedup
 from support import cli
+from support.files import check_writable, note, write_file
 from support.measure import read_costs
 from support.texts import BOUNDARY, read_texts
 
@@ -48,7 +50,7 @@ def parse(argv):
     add("--dtype", choices=cli.DTYPES, default="float32")
     a = p.parse_args(argv)
     if a.trials < 1 or a.tokens < 16 or a.draft_vocab is not None and a.draft_vocab < 1:
-        raise ValueError("--trials and --draft-vocab must be at least 1 and --tokens at least 16")
+        raise Refused("--trials and --draft-vocab must be at least 1 and --tokens at least 16")
     return a
 
 
@@ -76,12 +78,12 @@ def resume(path, header):
             note(path, "this log belongs to a different model, text or set of flags; "
                        "starting a new search")
         elif path.parent.exists() and any(path.parent.iterdir()):
-            raise ValueError(f"{path.parent} is not empty, and no search made it: name another "
-                             "--out")
+            raise Refused(f"{path.parent} is not empty, and no search made it: name another "
+                          "--out")
     trials = lines[:-1]     # a whole line ends with a newline, after which nothing is left
     if not all(isinstance(trial, dict) and trial.keys() >= KEYS for trial in trials):
-        raise ValueError(f"{path} is damaged, or another program wrote to it: repair it, or name "
-                         "another --out")
+        raise Refused(f"{path} is damaged, or another program wrote to it: repair it, or name "
+                      "another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, "".join(json.dumps(line) + "\n" for line in [header, *trials]))
     return trials
@@ -103,7 +105,7 @@ def run(argv):
     out = Path(a.out)
     documents = read_texts(Path(a.text), "text", BOUNDARY)
     if c.n_layers == 1:
-        raise ValueError(f"{a.model}: the first block always stays, and there is no other")
+        raise Refused(f"{a.model}: the first block always stays, and there is no other")
     space = Space(c.n_layers, tuple(range(2, 2 * c.n_layers)))
     costs = read_costs(a.costs, c) if a.costs else weight_costs(c)
     probs = partial(to_probs, temperature=a.temperature, top_p=a.top_p)

@@ -1,13 +1,10 @@
-"""A run for the eye, with tokens coloured by where they came from, in a terminal or as a picture.
+"""A run for the eye, with tokens coloured by where they came from.
 
 Everything here consumes what `speculative.rounds` yields; the loop does not know about it.
 """
-import html
 import os
-import re
 from dataclasses import dataclass
 
-from files import write_file
 from support.stats import Counts
 
 # Where a token came from: a hue that colour-blind readers can tell apart (Okabe & Ito 2008), the
@@ -111,6 +108,7 @@ class Generation:
     """
 
     def __init__(self, tokenizer, prompts, timed=None):
+        self.ids = prompts
         self.streams = [Stream(tokenizer, prompt) for prompt in prompts]
         self.prompts = [stream.text for stream in self.streams]
         self.rows = [[] for _ in prompts]
@@ -148,6 +146,12 @@ class Generation:
         self.unseen[b] = []
         return paint(pieces, colour)
 
+    def print_all(self, colour, chat):
+        """Print every row, a blank line after each, after its prompt unless it is a chat."""
+        for b, prompt in enumerate(self.prompts):
+            opening = "" if chat else paint([(prompt, None)])
+            print(opening + self.fresh(colour, b), end="\n\n")
+
     def summary(self):
         """Up to three lines about the counts and where the time went."""
         n = self.counts
@@ -164,68 +168,3 @@ class Generation:
             parts = [f"{part} {s / total:.0%}" for part, s in self.timed.seconds.items()]
             lines.append(f"time: {', '.join(parts)}")
         return "\n".join(lines)
-
-
-COLUMNS = 72    # characters of a line of the picture
-WIDE = 8        # pixels of a character
-PITCH = 27      # pixels from line to line
-MARGIN = 20
-DASHES = {"dashed": "5 3", "dotted": "2 3"}
-
-
-def picture(generation, path):
-    """Draw the first text as an SVG file, with a box per token. The legend stands above it, and the
-    counts below."""
-    row = generation.rows[0]
-    pieces = []
-    for origin, (*_, name) in STYLES.items():
-        count = sum(t.origin == origin for t in row)
-        if count:
-            pieces += [(name, origin), (f" {count}   ", None)]
-    pieces.append(("\n\n", None))
-    pieces += [(word, None) for word in re.findall(r"\s*\S+", generation.prompts[0])]
-    pieces += [(t.text, t.origin) for t in row]
-    pieces.append(("\n\n" + generation.summary().split("\n")[0], None))
-    boxes, lines = laid_out(pieces)
-    drawn = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {COLUMNS * WIDE + 2 * MARGIN} '
-             f'{lines * PITCH + 2 * MARGIN}" font-size="13" font-family="monospace">'
-             '<rect width="100%" height="100%" fill="white"/>']
-    for line, column, text, origin in boxes:
-        x = MARGIN + WIDE * column
-        y = MARGIN + PITCH * line
-        w = WIDE * len(text)
-        ink = "#666"
-        if origin:
-            ink = "#1a1a1a"
-            hue, _, style, _ = STYLES[origin]
-            drawn.append(f'<rect x="{x}" y="{y}" width="{w}" height="20" rx="3" fill="{hue}" '
-                         'opacity=".17"/>')
-            for up in (0, 3) if style == "double" else (0,):
-                drawn.append(f'<path d="M{x + 2} {y + 20 - up}h{w - 4}" stroke="{hue}" '
-                             f'stroke-width="1.5" stroke-dasharray="{DASHES.get(style, "")}"/>')
-        drawn.append(f'<text x="{x}" y="{y + 14}" textLength="{w}" fill="{ink}">'
-                     f"{html.escape(text)}</text>")
-    write_file(path, "\n".join([*drawn, "</svg>\n"]))
-
-
-def laid_out(pieces):
-    """[(line, column, text, origin)] of (text, origin) pairs, and the number of lines. Lines break
-    between words."""
-    boxes = []
-    line = 0
-    column = 0
-    rest = "".join(text for text, _ in pieces)
-    for token, origin in pieces:
-        word = re.match(r"\s*\S*", rest)[0]
-        rest = rest[len(token) :]
-        for i, text in enumerate(token.translate(SIGNS).split("\n")):
-            needed = max(len(text), len(word)) if text.startswith(" ") else len(text)
-            if i or column + needed > COLUMNS:
-                line += 1
-                column = 0
-                text = text.lstrip()
-            bare = text.strip()
-            if bare:
-                boxes.append((line, column + text.index(bare), bare, origin))
-            column += len(text)
-    return boxes, line + 1

@@ -1,9 +1,11 @@
 """Texts in files, which are documents, the prompts of a batch, or the prompts that this project is
 measured on."""
 import json
+import sys
 from pathlib import Path
 
-from files import parse_json, read_text
+from checkpoint import parse_json, read_text
+from model import Refused
 
 # separates the documents of a file; its id begins a document and ends an answer
 BOUNDARY = "<|endoftext|>"
@@ -29,13 +31,28 @@ def numbered_texts(path, key, separator):
             continue
         entry = parse_json(part) if jsonl else {key: part.strip("\n")}
         if not isinstance(entry, dict) or not isinstance(entry.get(key), str):
-            raise ValueError(f'{path}, line {i}: expected a JSON object with a text under "{key}"')
+            raise Refused(f'{path}, line {i}: expected a JSON object with a text under "{key}"')
         texts[i] = entry[key]
     if not texts:
-        raise ValueError(f"{path}: no text in it")
+        raise Refused(f"{path}: no text in it")
     return texts
 
 
 def read_prompts(name):
     """The lines of support/prompts/NAME.jsonl, with "prompt", "text", "source" and "licence"."""
     return [json.loads(line) for line in read_text(PROMPTS / f"{name}.jsonl").split("\n") if line]
+
+
+def batch(prompt, file):
+    """The texts to continue, by the names that messages give them: the lines of --prompt-file, or
+    standard input."""
+    if file:
+        lines = numbered_texts(file, "prompt", "\n")
+        return {f"{file}, line {n}": text for n, text in lines.items()}
+    return {"the prompt": read_input().removesuffix("\n")}
+
+
+def read_input():
+    """Standard input as text; bytes that are not UTF-8 become surrogates."""
+    sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)
+    return sys.stdin.read()

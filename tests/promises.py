@@ -11,8 +11,9 @@ from paper_gpu import PaperGPU
 from teach import equal
 from tiny import DEVICES, LIVELY, PROMPTS, each_family, law, make, warm
 
-from drafter import ModelDraft, Wrapper
+from drafter import ModelDraft
 from methods.prophet import ProphetDraft
+from methods.wrapper import Wrapper
 from sampling import Coins, to_probs
 from speculative import generate, rounds
 from verification import verify

@@ -13,7 +13,9 @@ from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
 import checkpoint
-from support import chat, generate
+import generate
+from lab.save import save
+from support import chat, report
 
 TEMPLATES = {"brackets": """
 {% set system = messages[0].content if messages[0].role == 'system' else false %}
@@ -69,7 +71,7 @@ def folder(tmp_path):
         tokenizer.post_processor = processors.TemplateProcessing(
             "<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
         c = replace(LLAMA, vocab_size=tokenizer.get_vocab_size(), bos=0, eos=(1,), max_len=128)
-        checkpoint.save(make(c), tmp_path, tokenizer)
+        save(make(c), tmp_path, tokenizer)
         for name, text in files.items():
             (tmp_path / name).write_text(text if isinstance(text, str) else json.dumps(text))
         return tmp_path
@@ -121,7 +123,7 @@ def test_where_templates_and_special_tokens_stand(folder, files):
     ({"top_p": 7}, "")])
 def test_the_models_own_settings_are_offered(call, folder, settings, flags):
     path = folder({"generation_config.json": settings, FILE: "{{ messages[0].content }}"})
-    assert chat.own_settings(path) == flags
+    assert report.own_settings(path) == flags
     said = call("Hi", "--chat", "--model", path, "--max-new", "1")[1]
     assert (f"own settings: {flags}" in said) == bool(flags)
     assert "own settings" not in call("Hi", "--model", path, "--max-new", "1",

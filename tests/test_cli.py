@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
+from model import Refused
 from support import cli
-from support.texts import numbered_texts
+from support.texts import numbered_texts, read_input
 
 
 def ending(error):
@@ -20,7 +21,8 @@ def ending(error):
 
 
 @pytest.mark.parametrize("error, line", [
-    (ValueError("two\nlines,\ta tab\r\n and  blanks "), "two lines, a tab and blanks"),
+    (Refused("two\nlines,\ta tab\r\n and  blanks "), "two lines, a tab and blanks"),
+    (FileNotFoundError(2, "No such file or directory", "x y"), "x y: No such file or directory"),
     (OSError("\x1b[31mred\x07 \udcff naïve 日本語"), "\ufffd[31mred\ufffd \ufffd naïve 日本語"),
     *((error, "not enough memory for this model, batch and context: try smaller ones, or half "
               "precision")
@@ -36,7 +38,7 @@ def test_bad_input_is_one_printable_line_and_status_2(error, line, capsys):
 
 @pytest.mark.parametrize("error",
                          [RuntimeError("CUDA error: an illegal memory access was encountered"),
-                          TypeError("memory"), KeyError("x")], ids=repr)
+                          TypeError("memory"), KeyError("x"), ValueError("zip()")], ids=repr)
 def test_our_own_bugs_are_not_hidden(error):
     with pytest.raises(type(error)):
         cli.main(ending(error), [])
@@ -60,8 +62,8 @@ def test_closed_streams_are_empty_ones(monkeypatch):
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     said = []
-    assert cli.main(lambda argv: said.append(cli.read_input()) or print("x"), []) == 0
-    assert cli.main(ending(ValueError("no")), []) == 2
+    assert cli.main(lambda argv: said.append(read_input()) or print("x"), []) == 0
+    assert cli.main(ending(Refused("no")), []) == 2
     assert said == [""] and not sys.stdout.isatty()
 
 

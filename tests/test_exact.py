@@ -7,21 +7,22 @@ import torch
 from teach import compare, promise, short
 from tiny import LIVELY, PROMPTS, Unsure, each_family, make, small
 
-from drafter import ModelDraft, NGram
+from drafter import ModelDraft
 from kvcache import KVCache
 from layerskip import SelfDraft, without
 from machine.exact import Exact, exactly
 from machine.few import FewRows
 from machine.quant import quantise
 from machine.recorded import Recorded
+from machine.standin import StandIn
 from machine.tapes import Tape
+from methods.block import verify_block
 from methods.heads import Eagle, Kangaroo
-from methods.suffix import Suffix
+from methods.lookup import NGram, Suffix
 from methods.trees import Siblings
-from model import StandIn
 from sampling import Race, to_probs
 from speculative import rounds
-from verification import verify, verify_block
+from verification import verify
 
 WAYS = {"exit": lambda m: SelfDraft(m, range(8), 3),
         "half a block": lambda m: SelfDraft(m, range(5), 2),

@@ -6,8 +6,9 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from tiny import tree
 
-import files
+import checkpoint
 from machine.kept import cache_file
+from support import files
 
 STORED = Path(__file__).resolve().parents[1] / "weights/stories-draft"
 
@@ -76,8 +77,8 @@ def test_weights_are_not_held_in_memory_by_the_file_that_they_were_read_from(mon
         def __del__(self):
             opened.pop()
 
-    monkeypatch.setattr(files, "safe_open", Watched)
-    found = files.find_weights(STORED)
+    monkeypatch.setattr(checkpoint, "safe_open", Watched)
+    found = checkpoint.find_weights(STORED)
     assert not opened
     assert all(stored[:].shape == stored.shape for stored in found.values())
     assert not opened, "a file that stays open keeps its pages"

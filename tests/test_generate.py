@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -13,13 +14,15 @@ import pytest
 from tiny import command
 
 import checkpoint
+import generate
 from control import MOST
+from machine import exact
 from machine.quant import KINDS
 from machine.recorded import Recorded
 from machine.tapes import Tape
 from sampling import row_seeds
 from speculative import generate as write
-from support import generate, report, stats
+from support import compare
 
 ROOT = Path(__file__).parent.parent
 STORIES, SMALL = ROOT / "weights" / "stories-llama", ROOT / "weights" / "stories-draft"
@@ -31,7 +34,7 @@ call = command(generate.main)
 @pytest.fixture
 def once(monkeypatch):
     """The runs of --compare are not repeated, as nothing here is measured."""
-    monkeypatch.setattr(report, "REPEATS", 1)
+    monkeypatch.setattr(compare, "REPEATS", 1)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +88,8 @@ def test_json_of_every_way_to_draft(call, ids, flags, draft, gamma):
 def test_a_quantised_target(call, once, monkeypatch, kind, flags):
     """Drafting does not change its text."""
     honest, begun = generate.rounds, []
-    monkeypatch.setattr(generate, "rounds", lambda *args: begun.append(args) or honest(*args))
+    monkeypatch.setattr(generate, "rounds",
+                        lambda *args, **more: begun.append(args) or honest(*args, **more))
     r = as_json(call, "--quant", kind, "--compare", *flags)
     assert r["quant"] == kind and r["identical"] is True and r["target_passes"] < 12
     assert all(isinstance(args[0].blocks[0].mlp.down, KINDS[kind]) for args in begun)
@@ -101,7 +105,7 @@ def test_compare(call, once):
     assert plain["ids"] == [r["outputs"][0]["ids"]]
     assert plain["new_tokens"] == plain["target_passes"] == 12
     said = call("Once upon a time", *SHORT, "--compare")[1]
-    assert "identical to plain decoding" in said and "ratio" in said
+    assert "identical to plain decoding" in said and "passes instead of 12" in said
     nothing = as_json(call, "--compare", "--max-new", "0")
     assert nothing["ratio"] is None and nothing["identical"] is True
     assert r["ratio"] == pytest.approx(r["tokens_per_second"] / plain["tokens_per_second"])
@@ -113,8 +117,8 @@ def test_fast_passes_write_the_same_text(call, once, ids, monkeypatch, flags):
     """Those of a CPU; and simulated recordings, which are made before the
     first token is printed."""
     made = []
-    for fast in generate.fast, lambda m: made.append(Recorded(m, Tape)) or made[-1]:
-        monkeypatch.setattr(generate, "fast", fast)
+    for fast in exact.fast, lambda m: made.append(Recorded(m, Tape)) or made[-1]:
+        monkeypatch.setattr(exact, "fast", fast)
         r = as_json(call, "--fast", *flags)
         assert r["outputs"][0]["ids"] == ids and r["fast"] and r.get("identical", True)
     assert len(made) == 1 and made[0].frozen and made[0].replays()
@@ -152,9 +156,9 @@ def test_compare_judges_the_printed_text(call, once, monkeypatch, near):
     honest = generate.rounds
     runs = []
 
-    def crooked(*args):
+    def crooked(*args, **more):
         runs.append(0)
-        for state, r in honest(*args):
+        for state, r in honest(*args, **more):
             at = 5 - runs[-1]
             if len(runs) == 1 and 0 <= at < len(r.new[0]):
                 r.new[0][at] += 1
@@ -164,18 +168,18 @@ def test_compare_judges_the_printed_text(call, once, monkeypatch, near):
     monkeypatch.setattr(generate, "rounds", crooked)
     if near:
         tie = dict(position=5, gap=0.1, rounding=0.2, near_tie=True)
-        monkeypatch.setattr(stats, "parting", lambda *args: tie)
+        monkeypatch.setattr(compare, "parting", lambda *args: tie)
     status, out, _ = call("Once upon a time", *SHORT, "--compare", "--json")
     r = json.loads(out)
     assert status == (0 if near else 1) and r["identical"] is False
     d = r["first_divergence"]
     assert (d["output"], d["position"], d["near_tie"]) == (0, 5, near)
     assert r["outputs"][0]["ids"][5] == r["baseline"]["ids"][0][5] + 1
-    one = report.verdict(r)
-    both = report.verdict(r | {"outputs": 2 * r["outputs"]})
+    one = compare.verdict(r)
+    both = compare.verdict(r | {"outputs": 2 * r["outputs"]})
     assert ("near-tie was decided" in one) == near == ("NOT identical" not in one)
     assert "5 equal tokens of output 0" in both and "of output" not in one
-    assert "sampled texts may differ" in report.verdict(r | {"identical": None})
+    assert "sampled texts may differ" in compare.verdict(r | {"identical": None})
     runs.clear()
     status, out, _ = call("Once upon a time", *SHORT, "--compare", "--exact")
     assert status == 1 and "NOT identical to plain decoding, which --exact promises" in out
@@ -252,18 +256,18 @@ def test_standard_input(call, monkeypatch, tmp_path):
     ("x --chat", "chat template"), (f"'{'word ' * 600}'", "the prompt has 602 tokens"),
     ("x --picture run.png", "run.png"), ("x --page run.png", "run.png"),
     ("x --page a.html --draft eagle --tree 3", "--page"),
-    ("x --page x.html --exact", "--exact does not go with --page"),
-    ("x --draft medusa --tree 8 --exact", "--exact does not go with --tree"),
+    ("x --page x.html --exact", "--exact: not allowed with argument --page"),
+    ("x --draft medusa --tree 8 --exact", "--exact: not allowed with argument --tree"),
     ("x --temperature inf", "inf"), ("x --temperature 1 --min-p 1.1", "min_p"),
     *((f"x {flag} 1", f"{flag} does nothing") for flag in ("--top-k", "--top-p", "--min-p")),
     ("x --gamma 1001", "--gamma"), ("x --tree 3", "--tree"), ("x --draft skip", "--skip"),
     ("x --skip a3 --exit-layer 2", "--skip"), ("x --draft ngram --exit-layer 2", "--exit-layer"),
     ("x --exit-layer 25", "25"), ("x --draft eagle --draft-vocab v", "-vocab"),
-    ("x --draft none --gamma 2", "--gamma does not go with --draft none"),
+    ("x --draft none --gamma 2", "--draft none: unrecognized arguments: --gamma"),
     ("x --draft medusa --tree 8 --gamma 99", "3 heads cannot draft 99"),
     ("x --draft-quant int4", "name one with --draft DIR"),
-    ("x --draft int8 --draft-quant int4", "--draft-quant does not go with"),
-    (f"x --draft {SMALL} --draft-model {SMALL}", "--draft-model does not go with"),
+    ("x --draft int8 --draft-quant int4", "--draft int8: unrecognized arguments"),
+    (f"x --draft {SMALL} --draft-model {SMALL}", "--draft model: unrecognized arguments"),
     ("x --draft-model /dev", "config.json"), ("x --draft nowhere", "nowhere"),
     ("x --draft Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B"),
     ("x --model Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir runs/Qwen3-0.6B"),
@@ -277,5 +281,24 @@ def test_bad_input_is_one_line(call, argv, culprit, tmp_path):
     ("-", "standard input"), ("--prompt-file /dev/null", "a pipe"), ("x --fast", "--fast"),
     ("x --exact", "--exact"), ("x --draft eagle", "run one process")])
 def test_what_goes_with_one_process_only(call, monkeypatch, argv, culprit, tmp_path):
-    monkeypatch.setattr(generate.parallel, "here", lambda: (0, 2))
+    monkeypatch.setenv("WORLD_SIZE", "2")
     call.refuses(argv.split(), tmp_path, culprit)
+
+
+# --- what a run imports
+
+
+def test_a_run_imports_little_before_its_first_token():
+    """A reader of the simplest command has this much to follow."""
+    code = """
+import sys, generate
+generate.main(["Once upon a time", "--draft", "exit", "--max-new", "2", "--json"])
+files = [m.__file__ for m in list(sys.modules.values()) if getattr(m, "__file__", None)]
+print(*sorted(set(files)), sep="\\n")
+"""
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    paths = [Path(line) for line in out.stdout.splitlines()[1:]]
+    ours = [p for p in paths if p.is_relative_to(ROOT) and ".venv" not in p.parts]
+    lines = sum(len(p.read_text(encoding="utf-8").splitlines()) for p in ours)
+    assert {p.name for p in ours} >= {"generate.py", "layerskip.py", "speculative.py"}
+    assert len(ours) <= 16 and lines <= 3000, (len(ours), lines, ours)

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import checkpoint
-from drafter import ModelDraft, NGram
+from drafter import ModelDraft
+from lab.then import Then
 from layerskip import SelfDraft, without
 from methods import heads
-from methods.then import Then
+from methods.lookup import NGram
 from methods.trees import Siblings
 from speculative import rounds
 

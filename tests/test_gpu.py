@@ -10,16 +10,16 @@ from paper_gpu import Paper
 from tiny import FAMILIES, LIVELY, PROMPTS, each_family, make
 
 from control import Confidence
-from drafter import NGram
 from layerskip import SelfDraft
 from machine.recorded import Recorded
 from machine.tapes import JoinedGraph, Program, Tape
+from methods.block import verify_block
 from methods.heads import Eagle, Kangaroo, Medusa
-from methods.suffix import Suffix
+from methods.lookup import NGram, Suffix
 from methods.trees import Siblings
 from sampling import Coins, to_probs, uniforms
 from speculative import generate, rounds
-from verification import verify, verify_block
+from verification import verify
 
 # how far logits may be from float64 ones of the same weights, root mean square.
 # trap: TF32 is off by 1e-3

@@ -16,7 +16,8 @@ from model import Placement
 from sampling import Coins, to_probs
 from search import Teacher
 from speculative import generate, rounds
-from support.cli import read_beside, read_skip
+from support.files import read_beside
+from support.skips import read_skip
 
 IDS = [1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8, 2, 11, 3, 3, 5]  # longer than the window of 5
 SOME = [4, 9, 0, 2, 16, 3, 8]

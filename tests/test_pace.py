@@ -13,12 +13,12 @@ from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, smal
 from control import MOST, Costs, expected_tokens, weight_costs
 from drafter import ModelDraft
 from layerskip import SelfDraft, without
+from machine.standin import StandIn
 from methods.arms import BIN_FADE, FADE, PRIOR, Arm, Calibrated, candidates, head_draft, self_draft
 from methods.counts import Beta
 from methods.heads import Eagle, Kangaroo, Medusa, Prophet
 from methods.pace import OVERHEAD, RISK, STAKE, Pace
 from methods.standin import ShortHead
-from model import StandIn
 from sampling import Coins, to_probs
 from speculative import generate, rounds
 from support.measure import priced

@@ -8,13 +8,13 @@ import torch
 from tiny import LLAMA, PROMPTS, make, play
 
 import checkpoint
-from drafter import NGram
+import generate
+from lab.then import Then
 from layerskip import SelfDraft
-from methods.then import Then
+from methods.lookup import NGram
 from model import Placement
 from sampling import Coins, to_probs
 from speculative import rounds
-from support import generate
 from support.page import Player
 
 WARM = lambda logits: to_probs(logits, temperature=1.0, top_k=20)  # noqa: E731

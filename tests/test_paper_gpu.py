@@ -9,9 +9,11 @@ from tiny import LLAMA, make, small
 
 import checkpoint
 from control import Confidence
-from drafter import ModelDraft, NGram
+from drafter import ModelDraft
+from lab.save import save
+from lab.then import Then
 from layerskip import SelfDraft
-from methods.then import Then
+from methods.lookup import NGram
 from speculative import State
 
 test_one_wait_a_round = promises.one_wait_a_round({
@@ -46,7 +48,7 @@ def test_the_span_of_a_block_is_that_of_all_rows(gpu, lengths, offsets, want):
 
 
 def test_a_checkpoint_is_loaded_straight_onto_the_gpu(gpu, tmp_path):
-    checkpoint.save(make(LLAMA).float(), tmp_path, expected.byte_tokenizer())
+    save(make(LLAMA).float(), tmp_path, expected.byte_tokenizer())
     calls(gpu)
     m, _ = checkpoint.load(tmp_path)
     assert calls(gpu) == ["copy_" for _ in checkpoint.parts(m)], "each tensor, into its final place"

@@ -19,7 +19,9 @@ import torch.distributed as dist
 from tiny import LIVELY, LLAMA, PROMPTS, QWEN, make
 
 import checkpoint
+import generate as command
 from drafter import ModelDraft
+from lab.save import save
 from layerskip import SelfDraft
 from machine import parallel
 from machine.quant import KINDS, byte_costs, quantise
@@ -29,8 +31,6 @@ from methods.trees import Siblings
 from model import Transformer
 from sampling import Coins, to_probs
 from speculative import generate
-from support import drafts
-from support import generate as command
 
 ROOT = Path(__file__).parent.parent
 SHAPES = {family: replace(c, n_layers=3, n_heads=8, n_kv_heads=4)
@@ -129,7 +129,7 @@ def folders(tmp_path_factory):
     folder, tokenizer = tmp_path_factory.mktemp("tiny"), expected.byte_tokenizer()
     words = replace(SHAPES["llama"], vocab_size=tokenizer.get_vocab_size())
     for name, c in (SHAPES | {"small": replace(LLAMA, n_layers=2), "words": words}).items():
-        checkpoint.save(make(c), folder / name, tokenizer)
+        save(make(c), folder / name, tokenizer)
     return folder
 
 
@@ -185,13 +185,13 @@ def each_source(folder):
     kinds = {"model": folder / "words", "heads": folder / "heads", "file": "mine.py:Mine"}
     more = {"skip": ["--skip", "a1"], "int8": ["--draft-vocab", folder / "few.json"]}
     found = {}
-    for kind in drafts.SOURCES:
+    for kind in command.SOURCES:
         out = io.StringIO()
         words = ["ab ab ab", "--model", folder / "words", "--device", "cpu", "--max-new",
                  12, "--json", "--draft", kinds.get(kind, kind), *more.get(kind, [])]
         try:
             with redirect_stdout(out):
-                command.run(command.parse([str(word) for word in words]))
+                command.run([str(word) for word in words])
             found[kind] = json.loads(out.getvalue())["outputs"][0]["ids"]
         except (ValueError, OSError) as e:
             found[kind] = str(e)
@@ -209,7 +209,7 @@ def test_every_source_drafts_in_two_processes_or_says_why_not(folders, tmp_path)
     refused = {kind for kind, got in first.items() if isinstance(got, str)}
     assert refused == {*heads.KINDS, "heads", "file"}
     assert all("processes" in first[kind] for kind in refused)
-    for kind in drafts.SOURCES.keys() - refused:
+    for kind in command.SOURCES.keys() - refused:
         assert first[kind] == alone[kind] == alone["none"], kind
 
 

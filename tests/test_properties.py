@@ -17,6 +17,7 @@ from tiny import LLAMA, make, wide
 
 import checkpoint
 from kvcache import KVCache
+from lab.save import save
 from layerskip import skipped, without
 from model import Placement, frequencies, rope, rotate, visible
 from sampling import Coins, uniforms
@@ -137,7 +138,7 @@ def test_a_cache_is_a_table_of_slots(data, B, T):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    checkpoint.save(make(LLAMA).float(), folder, expected.byte_tokenizer())
+    save(make(LLAMA).float(), folder, expected.byte_tokenizer())
     return folder
 
 

@@ -15,6 +15,7 @@ import checkpoint
 from control import weight_costs
 from drafter import ModelDraft
 from kvcache import KVCache, prefill
+from lab.save import save
 from layerskip import SelfDraft, without
 from machine import quant, rows
 from machine.quant import KINDS, NF4, Int4, Int8, byte_costs, quantise
@@ -245,7 +246,7 @@ def test_a_rough_draft_reads_exact_keys(family):
 
 def test_loading_never_holds_two_matrices_in_full(tmp_path):
     m, seen = make(FAMILIES["gemma2"]).bfloat16(), []
-    checkpoint.save(m, tmp_path, expected.byte_tokenizer())
+    save(m, tmp_path, expected.byte_tokenizer())
 
     def watched(w):
         seen.append(weakref.ref(w))

@@ -12,13 +12,14 @@ import torch
 from paper_gpu import PaperGPU
 from tiny import FAMILIES, LIVELY, LLAMA, PROMPTS, Says, Unsure, a_tree, each_family, make, small
 
-from drafter import ModelDraft, NGram
+from drafter import ModelDraft
 from kvcache import KVCache, prefill
 from layerskip import SelfDraft, without
 from machine import tapes
 from machine.blocks import Piece, single
 from machine.recorded import Recorded
 from machine.tapes import Graph, JoinedGraph, Program, Tape
+from methods.lookup import NGram
 from model import Placement, Transformer
 from sampling import Coins, to_probs
 from speculative import generate, rounds

@@ -9,9 +9,10 @@ import torch
 from teach import compare, promise, short
 from tiny import GEMMA, LLAMA, PROMPTS, Fixed, Unsure, make, warm
 
-from drafter import ModelDraft, NGram
+from drafter import ModelDraft
+from lab.then import Then
 from layerskip import SelfDraft
-from methods.then import Then
+from methods.lookup import NGram
 from methods.trees import Siblings
 from sampling import Coins, to_probs, uniforms
 from speculative import generate, rounds

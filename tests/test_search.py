@@ -17,10 +17,12 @@ from tiny import FAMILIES, LLAMA, argv_of, command, make, wide
 
 import checkpoint
 from control import expected_tokens_along, weight_costs
+from lab.save import save
 from methods.standin import ShortHead, read_vocab
 from sampling import to_probs
 from search import Calibration, Space, Teacher, Trial, speedup
-from support import cli, search
+from support import search
+from support.skips import read_skip
 from support.texts import BOUNDARY
 
 TEXTS = ["Once upon a time", "She saw", "x", "never read"]      # 16 tokens, 7, 1
@@ -126,7 +128,7 @@ def flags(tmp_path, monkeypatch):
     for b in model.blocks[1:]:
         b.mlp.down.mul_(0.3)
         b.attn.wo.mul_(0.2)
-    checkpoint.save(model, tmp_path / "model", expected.byte_tokenizer())
+    save(model, tmp_path / "model", expected.byte_tokenizer())
     Path("text.txt").write_text(BOUNDARY.join(TEXTS))
     Path("costs.json").write_text('{"sublayers": [1, 2.5, 1, 2, 0, 2], "head": 1.5, "call": 2.0}')
     given = dict(model="model", text="text.txt", out="out", tokens=24, trials=6, device="cpu")
@@ -147,7 +149,7 @@ def test_a_run_finds_the_best_set_at_the_costs_of_a_file(call, flags):
         c = (sum((1, 2.5, 1, 2, 0, 2)[i] for i in subs) + 1.5 * 16 / 64 + 2) / 12
         assert (e["alpha"], e["c"]) == pytest.approx((alpha, c))
         assert (e["speedup"] < max(e["speedup"] for e in entries)
-                or cli.read_skip("out/skip.json", 3) == subs)
+                or read_skip("out/skip.json", 3) == subs)
 
 
 def test_where_nothing_is_gained_the_advice_is_not_to_draft():

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tiny import LLAMA, PROMPTS, make, make_round, oracle
 from tokenizers import Tokenizer, decoders, models
 
-from drafter import NGram
 from layerskip import SelfDraft
+from methods.lookup import NGram
 from speculative import generate, rounds
-from support import show
+from support import picture, show
 from support.show import Generation, Stream, origins, paint
 
 WEIGHTS = Path(__file__).parent.parent / "weights"
@@ -121,8 +121,8 @@ def test_picture(tmp_path, monkeypatch):
     seen = Generation(STORIES, [[0]])
     seen.add(make_round([ids], [2], [4], vocab=4096))
     for columns in range(13, 40):
-        monkeypatch.setattr(show, "COLUMNS", columns)
-        show.picture(seen, tmp_path / "run.svg")
+        monkeypatch.setattr(picture, "COLUMNS", columns)
+        picture.draw(seen, tmp_path / "run.svg")
         texts = ElementTree.parse(tmp_path / "run.svg").getroot().iterfind("{*}text")
         drawn = "".join(a.text + "\n" * (a.get("y") != b.get("y"))
                         for a, b in itertools.pairwise(texts))

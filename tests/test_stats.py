@@ -7,8 +7,9 @@ from tiny import LLAMA, PROMPTS, make, make_round
 
 from drafter import Drafter
 from speculative import generate
-from support import stats
-from support.stats import Counts, Run, Timed
+from support import compare, stats
+from support.compare import Run
+from support.stats import Counts, Timed
 
 
 def test_counts_by_hand():
@@ -48,7 +49,7 @@ def test_the_parts_of_a_round_add_up_and_the_prompt_does_not_count(monkeypatch):
             watch.observe(state, make_round([[1, 2]], [1], [1]))
             yield state, make_round([[1, 2]], [1], [1])
 
-    got, timed = stats.measure(start, slow, 1), Timed(slow)
+    got, timed = compare.measure(start, slow, 1), Timed(slow)
     assert got == Run([[1, 2, 1, 2]], 2, 100, 52) and got.rate == 4 / 52
     assert list(start(timed)) and timed.reading == 100
     assert timed.seconds == {"draft": 16, "verify": 14, "loop": 22}
@@ -64,11 +65,11 @@ def test_a_parting_by_an_oracle():
     logits = model(torch.tensor([PROMPTS[2] + plain[2][:5]]))[0, -1]
     other = int(logits.argsort()[-4])
     ours = [*plain[:2], [*plain[2][:5], other, 0, 0], plain[3]]
-    d = stats.divergence(model, PROMPTS, ours, plain)
+    d = compare.divergence(model, PROMPTS, ours, plain)
     assert (d["output"], d["position"], d["ids"]) == (2, 5, [other, plain[2][5]])
     assert d["gap"] == pytest.approx(float(logits.max() - logits[other])) and not d["near_tie"]
-    assert stats.divergence(model, PROMPTS, plain, plain) is None
-    d = stats.parting(model, PROMPTS[0], plain[0][:3], plain[0])    # one ends too early
+    assert compare.divergence(model, PROMPTS, plain, plain) is None
+    d = compare.parting(model, PROMPTS[0], plain[0][:3], plain[0])    # one ends too early
     assert (d["position"], d["ids"], d["gap"], d["near_tie"]) == (3, [plain[0][3]], 0, False)
 
 
@@ -79,11 +80,11 @@ def test_a_near_tie_is_what_rounding_explains_and_hides_no_other_row(dtype, bits
     logits = model(torch.tensor([prompt]))[0, -1]
     best = int(logits.argmax())
     model.head[0] = model.head[best]
-    d, unit = stats.parting(model, prompt, [0], [best]), 2.0**-bits + 32**0.5 * 2.0**-24
+    d, unit = compare.parting(model, prompt, [0], [best]), 2.0**-bits + 32**0.5 * 2.0**-24
     assert best and d["near_tie"] and d["rounding"] == pytest.approx(   # 12 sub-layers, sums of 32
         2 * 12**0.5 * unit * float(logits.abs().max()), rel=0.02)
     model.head[best] = model.head[0] * (1 + 2 * d["rounding"] / float(logits[best]))
-    assert not stats.parting(model, prompt, [0], [best])["near_tie"]
-    monkeypatch.setattr(stats, "parting", lambda *row: {"near_tie": row[2] == [2]})
-    found = stats.divergence(None, PROMPTS[:3], [[1], [2], [6]], [[1], [0], [0]])
+    assert not compare.parting(model, prompt, [0], [best])["near_tie"]
+    monkeypatch.setattr(compare, "parting", lambda *row: {"near_tie": row[2] == [2]})
+    found = compare.divergence(None, PROMPTS[:3], [[1], [2], [6]], [[1], [0], [0]])
     assert found == {"output": 2, "near_tie": False}

@@ -3,9 +3,9 @@ import promises
 import pytest
 from tiny import TINY
 
+from lab.then import Then
 from layerskip import SelfDraft
-from methods.suffix import Suffix
-from methods.then import Then
+from methods.lookup import Suffix
 from speculative import rounds
 
 DRAFTERS = {"suffix": lambda m: Suffix(4), "exit, then suffix": lambda m: Then(

@@ -10,11 +10,12 @@ from promises import Watched, reader
 from test_speculative import dice
 from tiny import LIVELY, PROMPTS, TINY, each_family, make, read, small, warm
 
-from drafter import Draft, Drafter, ModelDraft, NGram
+from drafter import Draft, Drafter, ModelDraft
 from kvcache import KVCache
+from lab.then import Then
 from layerskip import SelfDraft
 from methods import trees
-from methods.then import Then
+from methods.lookup import NGram
 from methods.trees import Siblings, Tree, ancestors, rank_acceptance, tree_tokens, verify_tree
 from model import Placement
 from sampling import Coins, to_probs

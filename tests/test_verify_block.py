@@ -10,8 +10,9 @@ from test_by_outcomes import batches, one_row, rows_stand_for_themselves, writes
 from test_speculative import LAWS
 from tiny import law, wide
 
+from methods.block import verify_block
 from methods.trees import verify_tree
-from verification import verify, verify_block
+from verification import verify
 
 one_block = partial(one_row, judge=verify_block)
 

@@ -17,8 +17,9 @@ from exercises import autograder, museum
 from exercises.answers import original
 from exercises.museum import EXHIBITS, OURS, RIGHT, five, laws, off, show
 from exercises.tasks import choose, file_name
+from methods.block import verify_block
 from model import visible
-from verification import verify, verify_block
+from verification import verify
 
 PAGE = (Path(museum.__file__).with_name("museum.md")).read_text(encoding="utf-8")
 SECTIONS = dict(enumerate(PAGE.split("\n## ")[1:], 1))

@@ -22,11 +22,12 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from files import check_writable, write_file
 from lab.bench import beyond, block, check, counts, exact, passes, real, search
 from lab.bench.shared import CHATS, DEFAULT, SETS
 from machine.kept import hardware
+from model import Refused
 from support import cli
+from support.files import check_writable, write_file
 
 MODEL = "model dtype device"
 COMMANDS = {    # (Namespace) -> (Markdown, data); the flags that it reads; their defaults
@@ -103,8 +104,8 @@ def parse(argv):
     a = p.parse_args(argv, Flags())
     if a.out is not None:
         if not os.path.basename(a.out).strip("."):
-            raise ValueError(f"--out {a.out!r} names a folder: name two files in it, without their "
-                             "suffix, such as FOLDER/costs")
+            raise Refused(f"--out {a.out!r} names a folder: name two files in it, without their "
+                          "suffix, such as FOLDER/costs")
         for suffix in (".json", ".md"):
             check_writable(Path(a.out + suffix))
     checkpoint.find_device(a.device)
@@ -116,7 +117,7 @@ def run(argv):
     try:
         text, data = COMMANDS[a.what][0](a)
     except ModuleNotFoundError as e:
-        raise ValueError(f"{e.name} is not installed: see requirements-dev.txt") from None
+        raise Refused(f"{e.name} is not installed: see requirements-dev.txt") from None
     data = {"flags": vars(a), "machine": a.machine, "torch": torch.__version__,
             "date": date.today().isoformat(), **data}
     print(text)

@@ -7,12 +7,13 @@ from itertools import product
 import torch
 from tqdm import tqdm
 
+import generate
 from lab.bench.real import options_of
 from lab.bench.shared import kinds_of, load, page, prompts_of, table
+from methods.block import verify_block
 from sampling import Coins, to_probs
-from speculative import generate
-from support.drafts import Plan
-from verification import verify, verify_block
+from speculative import generate as write
+from verification import verify
 
 GAMMAS, TEMPERATURES, SEEDS = range(2, 7), (0.8, 1.0), 4
 JUDGES = {"token by token": verify, "block": verify_block}
@@ -22,7 +23,8 @@ JUDGES = {"token by token": verify, "block": verify_block}
 def run(a):
     model, tokenizer = load(a)
     lines = a.draft or ["exit"]
-    plans = {(line, gamma): Plan(options_of(a, f"{line} --gamma {gamma}"), model, tokenizer)
+    plans = {(line, gamma): generate.plan_of(
+        options_of(a, f"{line} --gamma {gamma}"), model, tokenizer)
              for line, gamma in product(lines, GAMMAS)}
     prompts = [ids for kind in kinds_of(a) for ids in prompts_of(a, kind, tokenizer)]
     seeds = range(1 if a.quick else SEEDS)
@@ -35,8 +37,8 @@ def run(a):
         for seed, ids, (name, judge) in product(seeds, prompts, JUDGES.items()):
             start = time.perf_counter()
             drafter = plans[line, gamma].make()
-            (out,), passes = generate(model, [ids], a.new, drafter, probs, Coins(seed), model.c.eos,
-                                      verify=judge)
+            (out,), passes = write(
+                model, [ids], a.new, drafter, probs, Coins(seed), verify=judge)
             spent[name].append((len(out), passes, time.perf_counter() - start))
         sums = {name: [sum(column) for column in zip(*runs, strict=True)]
                 for name, runs in spent.items()}

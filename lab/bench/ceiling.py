@@ -22,13 +22,14 @@ from lab.train_heads import judged
 from layerskip import early_exit
 from machine.exact import fast
 from machine.quant import quantise
+from machine.standin import alongside
 from methods import heads
-from methods.suffix import Suffix
+from methods.lookup import Suffix
 from model import Placement
 from sampling import to_probs
 from search import Teacher
 from speculative import State, generate
-from support.drafts import trained_beside
+from support.auto import trained_beside
 from support.measure import kept_costs, measure_step
 
 PROBS = {"greedy": to_probs, "T 1": partial(to_probs, temperature=1.0)}
@@ -166,7 +167,7 @@ def worth(a, model, tokenizer):
     trained = trained_beside(a.model, model)
     exits = {f"exit {e}": early_exit(L, e) for e in sorted({max(1, L * i // 8) for i in EXITS})}
     prices = {"lookup": 0.0, **{e: costs.step(subs) for e, subs in exits.items()},
-              "itself in int4": measure_step(quick, quick.alongside(twin)),
+              "itself in int4": measure_step(quick, alongside(quick, twin)),
               **{head.kind: heads.pricing(head, costs)(costs.context) for head in trained}}
     drafts = {name: {"c": c} for name, c in prices.items()}
     most = {P: {"greedy": P + 1.0} for P in NODES}

@@ -11,16 +11,16 @@ from typing import NamedTuple
 import torch
 
 import checkpoint
-from files import guarded
+from checkpoint import guarded
 from kvcache import KVCache
 from lab.bench.ceiling import worth
 from lab.bench.passes import their_text
 from lab.bench.shared import SETS, page, prompt_ids, read_prompts, table
 from layerskip import SelfDraft, early_exit
-from model import Placement
+from model import Placement, Refused
 from speculative import generate
 from support.chat import read_template
-from support.stats import parting
+from support.compare import parting
 
 RIGHT, WRONG, NONE = "right", "DIFFERS", "-"
 HALF = torch.bfloat16, torch.float16
@@ -265,8 +265,8 @@ def texts(tokenizer, c):
     prompts = [prompt_ids(name, tokenizer, c)[0][: c.max_len // 2] for name in ("stories", "code")]
     used = [i for part in (ids, *prompts) for i in part]
     if not all((ids, *prompts)) or max(used) >= c.vocab_size:
-        raise ValueError(f"the tokenizer makes ids up to {max(used, default=None)}, but "
-                         f"config.json has a vocabulary of {c.vocab_size}")
+        raise Refused(f"the tokenizer makes ids up to {max(used, default=None)}, but "
+                      f"config.json has a vocabulary of {c.vocab_size}")
     return ids, prompts
 
 

@@ -1,11 +1,12 @@
 """The tensor operations of a round outside the sub-layers, and its waits for the device. Both are
 counted, not timed, and the GPU is simulated (see tests/paper_gpu.py)."""
 from control import Confidence
-from drafter import ModelDraft, NGram
+from drafter import ModelDraft
 from lab.bench.shared import page, random_model, table
 from lab.rules import DoNoHarm
+from lab.then import Then
 from layerskip import SelfDraft
-from methods.then import Then
+from methods.lookup import NGram
 from model import Config
 from speculative import rounds
 from tests.paper_gpu import PaperGPU

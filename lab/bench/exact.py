@@ -14,11 +14,12 @@ from lab.bench.shared import load, page, prompts_of, table
 from layerskip import SelfDraft, early_exit
 from machine.exact import exactly, fast
 from machine.quant import quantise
+from machine.standin import alongside
+from methods.lookup import Suffix
 from methods.pace import COPY
-from methods.suffix import Suffix
 from sampling import Coins, Race, to_probs
 from speculative import generate
-from support.drafts import trained_beside
+from support.auto import trained_beside
 from support.measure import interleave
 
 PROBS = {"greedy": to_probs, "T 0.8": partial(to_probs, temperature=0.8, top_p=0.95)}
@@ -52,7 +53,7 @@ def ways_of(a, model, twin, prompts):
     """{what is changed: way(coins, probs), which returns the texts}. The first changes nothing.
     `twin` is the model in int4."""
     L = model.c.n_layers
-    rough = model.alongside(twin)
+    rough = alongside(model, twin)
     drafts = {"lookup": lambda: Suffix(COPY),
               "an exit": lambda: SelfDraft(model, early_exit(L, max(1, L // 4)), 6),
               "itself in int4": lambda: SelfDraft(rough, range(2 * L), 3)}

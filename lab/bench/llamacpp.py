@@ -16,6 +16,7 @@ import checkpoint
 from lab.bench.shared import Sample
 from lab.gguf import smollm
 from methods.pace import COPY
+from model import Refused
 
 REACH = 2048    # tokens of the longest text
 NAMES = ("llama.cpp, bfloat16", "llama.cpp, bfloat16, lookup",
@@ -51,8 +52,8 @@ def ways(a, names):
 
 def check_vocabulary(llama, c):
     if llama.n_vocab() != c.vocab_size:
-        raise ValueError("llama.cpp has another vocabulary than --model: name its file with "
-                         "--gguf, or take SmolLM2 (make smollm)")
+        raise Refused("llama.cpp has another vocabulary than --model: name its file with "
+                      "--gguf, or take SmolLM2 (make smollm)")
 
 
 def ask(llama, eos, ids, seed, new):

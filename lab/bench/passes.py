@@ -12,7 +12,8 @@ from lab.bench.shared import figures, load, page, table
 from machine.exact import fast
 from machine.quant import KINDS, size
 from machine.rows import call, describe, library, multiplies
-from model import Placement
+from machine.standin import rehearse
+from model import Placement, Refused
 from speculative import generate
 from support.measure import interleave, measure_costs
 
@@ -62,7 +63,7 @@ def rehearsed(model, prompt, new):
     def write():
         return generate(model, [prompt], new)[0]
 
-    model.rehearse(write)
+    rehearse(model, write)
     return write
 
 
@@ -121,8 +122,8 @@ def run_rows(a):
     """All products that a token needs, by the loops of machine/rows.cpp and by the library."""
     model, _ = load(a)
     if not multiplies(model):
-        raise ValueError(f"no loops for {a.dtype} on {a.device}: `rows` needs a CPU, a C++ "
-                         "compiler, and --dtype float32, bfloat16 or float16")
+        raise Refused(f"no loops for {a.dtype} on {a.device}: `rows` needs a CPU, a C++ "
+                      "compiler, and --dtype float32, bfloat16 or float16")
     weights = [w for b in model.blocks for w in (b.attn.wqkv, b.attn.wo, b.mlp.gate_up, b.mlp.down)]
     weights.append(model.tok if model.head is None else model.head)
     dtype = model.tok.dtype

@@ -21,9 +21,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import generate
+from checkpoint import read_tokenizer
 from control import expected_speedup
 from drafter import ModelDraft
-from files import check_folder, note, read_tokenizer
 from lab.bench import llamacpp
 from lab.bench.passes import their_text
 from lab.bench.shared import Sample, kinds_of, load, page, prompts_of, tables
@@ -31,14 +32,15 @@ from layerskip import SelfDraft
 from machine.exact import fast
 from machine.fused import fuse
 from machine.quant import ROWS, SHARE, Int4, byte_costs
+from machine.standin import rehearse, replays
 from methods import heads
+from methods.block import verify_block
 from methods.pace import COPY
+from model import Refused
 from sampling import Coins, to_probs
 from speculative import rounds
-from support import generate
-from support.drafts import Plan
+from support.files import note
 from support.stats import Timed
-from verification import verify_block
 
 WAYS = {    # what follows --draft in generate.py
     "plain": "none",
@@ -104,8 +106,8 @@ def named(names, words):
     in no name."""
     for word in words or ():
         if not any(word in name for name in names):
-            raise ValueError(f"--only {word!r}: no way to draft has that in its name; here are "
-                             f"{'; '.join(names)}")
+            raise Refused(f"--only {word!r}: no way to draft has that in its name; here are "
+                          f"{'; '.join(names)}")
     return [name for name in names
             if not words or name == "plain" or any(word in name for word in words)]
 
@@ -181,7 +183,7 @@ def check_in_double(a, options, tokenizer, prompts):
     """Every way writes the first text of each kind in float64, where no rounding explains another
     text."""
     model = opened(a, "float64")
-    found = {name: Plan(some, model, tokenizer) for name, some in options.items()}
+    found = {name: generate.plan_of(some, model, tokenizer) for name, some in options.items()}
     for kind, (ids, *_) in prompts.items():
         check_texts({name: write(model, plan.make(), to_probs, ids, 0, a.new).ids
                      for name, plan in found.items()}, f"on {kind} in float64")
@@ -190,7 +192,7 @@ def check_in_double(a, options, tokenizer, prompts):
 def table_of(a, model, found, others, prompts, probs, title):
     """{name: row} of all ways to decode on prompts of one kind."""
     # what a GPU has not recorded by then is eager
-    model.rehearse(lambda: [write(model, drafter, probs, prompts[0], 0, a.new)
+    rehearse(model, lambda: [write(model, drafter, probs, prompts[0], 0, a.new)
                             for plan in found.values()
                             for drafter in (plan.make(), *plan.parts())])
     ways = {name: ours(model, plan, probs) for name, plan in found.items()} | others
@@ -235,7 +237,7 @@ def promised(model, plan, r):
     """What of a fixed draft is known by bytes, and what the formula makes of its alpha, c and
     block."""
     how = plan.options
-    if not how.gamma or how.rule or how.tree or plan.kind in VARY or "c" not in r:
+    if not how.gamma or how.rule or how.tree or how.source in VARY or "c" not in r:
         return {}
     found = {"predicted": expected_speedup(r["tested"], how.gamma, r["c"], r["block"])}
     drafter = plan.make()
@@ -258,7 +260,6 @@ def run(a):
     lines = lines_of(a)
     names = named([*lines, *((*THEIRS, *llamacpp.NAMES) if a.only else ())], a.only)
     options = {name: options_of(a, line) for name, line in lines.items() if name in names}
-    check_folder(Path(a.model))
     others = {}
     if set(names) & set(llamacpp.NAMES):
         others |= llamacpp.ways(a, names)
@@ -268,10 +269,10 @@ def run(a):
     if set(names) & set(THEIRS):
         others |= theirs(a, names, max(1, model.c.n_layers // 6))
     model = fast(model) if a.fast else model
-    bits = model.replays() and not model.tok.is_cuda
+    bits = replays(model) and not model.tok.is_cuda
     if not bits:
         check_in_double(a, options, tokenizer, prompts)
-    found = {name: Plan(some, model, tokenizer) for name, some in options.items()}
+    found = {name: generate.plan_of(some, model, tokenizer) for name, some in options.items()}
     measure({name: ours(model, plan, to_probs) for name, plan in found.items()} | others,
             next(iter(prompts.values()))[:1], SHORT, 1)         # a warm-up
     began = time.perf_counter()

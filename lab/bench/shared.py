@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 import checkpoint
-from model import Config, Transformer
+from model import Config, Refused, Transformer
 from support.chat import message
 from support.texts import PROMPTS, read_prompts, read_texts
 
@@ -90,8 +90,8 @@ def prompts_of(a, kind, tokenizer):
     files = [*(folder / f"{kind}.jsonl" for folder in folders), Path(kind)]
     path = next((file for file in files if file.is_file()), None)
     if path is None:
-        raise ValueError(f"--prompts {kind}: neither a file nor one of "
-                         f"{', '.join(dict.fromkeys(CHATS + SETS))}")
+        raise Refused(f"--prompts {kind}: neither a file nor one of "
+                      f"{', '.join(dict.fromkeys(CHATS + SETS))}")
     texts = read_texts(path, "prompt", "\n")[: a.quick]
     if render:
         texts = [render(text) for text in texts]

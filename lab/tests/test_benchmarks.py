@@ -4,10 +4,11 @@ import re
 import shlex
 from pathlib import Path
 
+import generate
 from lab import train, train_heads
 from lab.bench import __main__ as bench
 from lab.bench import counts
-from support import generate, search
+from support import search
 
 ROOT = Path(__file__).resolve().parents[2]
 README, PAPERS = ((ROOT / name).read_text(encoding="utf-8")

@@ -14,6 +14,7 @@ from lab.bench import __main__ as bench
 from lab.bench import check
 from lab.bench.check import RIGHT, WRONG
 from lab.bench.shared import WEIGHTS
+from lab.save import save
 from layerskip import SelfDraft
 
 COMMON = dict(vocab_size=64, max_len=128, bos=0, eos=(1,), norm_eps=1e-2)
@@ -31,7 +32,7 @@ def asked(tmp_path_factory):
     found = {}
     for family, c in CONFIGS.items():
         folder = tmp_path_factory.mktemp(family)
-        checkpoint.save(make(c).bfloat16(), folder, expected.byte_tokenizer(adds_bos=True))
+        save(make(c).bfloat16(), folder, expected.byte_tokenizer(adds_bos=True))
         (folder / "chat_template.jinja").write_text(TEMPLATE)
         ids, prompts = check.texts(checkpoint.read_tokenizer(folder), c)
         passes = check.plan(c, ids[:64])
@@ -56,7 +57,7 @@ def call(asked, monkeypatch):
 def test_a_tokenizer_that_refuses_texts_ends_in_no_traceback(tmp_path):
     """A WordLevel without its token for the unknown refuses what transformers also refuses."""
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="<unk>"))
-    checkpoint.save(make(replace(CONFIGS["llama"], vocab_size=2, bos=None, eos=())), tmp_path,
+    save(make(replace(CONFIGS["llama"], vocab_size=2, bos=None, eos=())), tmp_path,
                     tokenizer)
     assert not wrong(check.check_tokenizer(tmp_path, tokenizer))
     assert bench.main(["check", "--model", str(tmp_path)]) == 2
@@ -81,7 +82,7 @@ def test_what_is_right_is_called_right(call, family):
 def test_far_angles_in_float32_are_no_difference_and_a_wrong_norm_is(tmp_path):
     """Deep in a long context transformers' angles move the logits by more than a thousandth."""
     c = replace(LLAMA, vocab_size=64, n_layers=12, max_len=8192, rope_theta=500.0)
-    checkpoint.save(make(c).float(), tmp_path, expected.byte_tokenizer())
+    save(make(c).float(), tmp_path, expected.byte_tokenizer())
     passes, model = check.plan(c, [i * i % 61 for i in range(64)]), load(tmp_path)
     said = check.ask(tmp_path, "cpu", passes, [], 1, torch.float32)
     rows = check.check_logits(model, passes, said)

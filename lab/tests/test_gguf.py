@@ -166,7 +166,7 @@ def test_a_file_that_does_not_say_how_a_text_is_cut_needs_pre(call, tmp_path):
 def test_an_end_is_added_where_the_file_says_so(tmp_path):
     write(tmp_path / "m.gguf", make(C), story_tokenizer(),
           keys={"tokenizer.ggml.add_eos_token": True})
-    _, tokenizer = ours.read(tmp_path / "m.gguf")
+    _, tokenizer, _ = ours.read(tmp_path / "m.gguf")
     ids = checkpoint.encode(tokenizer, "Lily")
     assert (ids[0], ids[-1]) == (0, 0) and 0 not in ids[1:-1] and len(ids) > 2
 

@@ -14,7 +14,7 @@ from test_heads import GROVE, Turns, both_ways, wild
 from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, make, read, state_of
 
 from control import Costs, best_gamma
-from drafter import NGram, wanted
+from drafter import wanted
 from kvcache import KVCache
 from lab import clasp, gguf, hamburger, sparse, transfer
 from lab.clasp import CLaSp, KnapSpec, nearest
@@ -23,11 +23,12 @@ from lab.m2r2 import M2R2
 from lab.rules import AdaptiveExit, AnnealedConfidence, DoNoHarm, Entropy, Gate, Schedule, Thompson
 from lab.sparse import SparseDraft
 from lab.swift import SWIFT
+from lab.then import Then
 from lab.transfer import Transfer
 from layerskip import SelfDraft
 from methods.counts import Beta
 from methods.heads import Prophet
-from methods.then import Then
+from methods.lookup import NGram
 from methods.trees import Siblings
 from model import Placement
 from sampling import to_probs

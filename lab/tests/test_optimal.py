@@ -15,8 +15,9 @@ from tiny import command, law, wide
 from lab import optimal
 from lab.optimal import accepted, agreement, chain_rule, gain, largest, optimum, pair, rules
 from lab.spectr import PAIRS, chances, k_seq, typical
+from methods.block import verify_block
 from methods.trees import verify_tree
-from verification import verify, verify_block
+from verification import verify
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "optimal.md").read_text(encoding="utf-8")
 call = command(optimal.main)

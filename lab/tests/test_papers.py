@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import generate
 from lab import hamburger, spectr, train_heads
 from lab.bench import __main__ as bench
-from support import generate, report
+from support import compare
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [row.split(" | ")
@@ -56,7 +57,7 @@ def check_ways(capsys, words, batch):
 def test_a_row_runs_for_eight_tokens(row, tmp_path, capsys, monkeypatch):
     """Greedy drafts write the text of plain decoding. What is trained is trained for a moment."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(report, "REPEATS", 1)
+    monkeypatch.setattr(compare, "REPEATS", 1)
     batch = tmp_path / "batch.txt"
     batch.write_text("One day, a cat\nThe dog ran to the\nOnce upon a time\n")
     commands = re.findall(r"`([^`]+)`", row[-1].replace("runs/", f"{tmp_path}/"))

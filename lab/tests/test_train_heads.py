@@ -10,6 +10,7 @@ from tiny import LLAMA, PROMPTS, argv_of, command, make
 
 import checkpoint
 from lab import train, train_heads
+from lab.save import save
 from methods import heads
 from methods.standin import read_vocab
 from model import Placement
@@ -25,7 +26,7 @@ call = command(train_heads.main)
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("tame") / "model"
-    checkpoint.save(foreseeable(), out, story_tokenizer())
+    save(foreseeable(), out, story_tokenizer())
     return out
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import command
 
-from files import read_tokenizer
+from checkpoint import read_tokenizer
 from porting import check
 from porting.library_port import answer
 

@@ -1,13 +1,63 @@
-"""Suffix decoding looks up suffixes of every length and copies their likely continuation.
+"""Drafts that are copied from the text itself, which costs next to nothing.
 
-In prompt lookup (`drafter.NGram`) one n is too long for a text that seldom repeats itself, and too
-short for one that often does. Here all suffixes of the text that have occurred before are tried.
-Counts say what followed each, and the draft that promises the most accepted tokens is taken.
+Prompt lookup looks up the last n tokens. One n is too long for a text that seldom repeats itself,
+and too short for one that often does. So suffix decoding tries all suffixes of the text that have
+occurred before. Counts say what followed each, and the draft that promises the most accepted tokens
+is taken.
 """
-from drafter import NGram, wanted
+from drafter import Draft, Drafter, Rule, wanted
+from model import Refused
 
 DEPTH = 16      # tokens of the longest suffix whose continuations are counted
 LEAST = 0.3     # a path ends before its chance falls below this
+
+
+class NGram(Drafter):
+    """Prompt lookup (Saxena 2023): copy what followed the previous occurrence of the text's last n
+    tokens. All are copied at once, so a rule that stops between tokens raises ValueError."""
+
+    def __init__(self, rule: Rule | int, n: int):
+        super().__init__(rule)
+        if n < 1:
+            raise Refused(f"n, the number of tokens to look up, must be at least 1, got {n}")
+        if self.rule.stop:
+            raise Refused("an n-gram is copied at once, with no logits to stop at: give it a "
+                          "rule without a stop, or a whole number")
+        self.n = n
+
+    def begin(self, state, trace):
+        super().begin(state, trace)
+        self.index = [{} for _ in state.known]  # n-gram -> position after its last occurrence
+        self.done = [0] * len(state.known)      # how many n-grams of each row are in the index
+        self.enter(state)
+
+    def observe(self, state, r):
+        super().observe(state, r)
+        self.enter(state)
+
+    def enter(self, state):
+        for b, text in enumerate(state.known):
+            last = len(text) - self.n  # where the final n-gram starts, which nothing follows yet
+            for i in range(self.done[b], last):
+                self.index[b][tuple(text[i : i + self.n])] = i + self.n
+            self.done[b] = max(self.done[b], last)
+
+    def found(self, state):
+        """The ids after the previous occurrence of each row's final n-gram; empty if it is new."""
+        hits = []
+        for b, length in enumerate(wanted(state, self.rule)):
+            text = state.known[b]
+            first = self.index[b].get(tuple(text[-self.n :]), len(text))
+            hits.append(text[first : first + length])
+        return hits
+
+    def propose(self, state):
+        hits = self.found(state)
+        K = max(map(len, hits))
+        if K == 0:
+            return Draft.none(state)
+        tokens = state.send([hit + [0] * (K - len(hit)) for hit in hits])       # (B, K)
+        return Draft(tokens, None, state.send([len(hit) for hit in hits]))
 
 
 class Suffix(NGram):

@@ -4,9 +4,12 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from drafter import Draft, NGram, Wrapper
+from drafter import Draft
 from layerskip import SelfDraft, early_exit
+from methods.lookup import NGram
 from methods.trees import Tree
+from methods.wrapper import Wrapper
+from model import Refused
 from sampling import one_hot
 
 
@@ -24,8 +27,8 @@ class Then(Wrapper):
         a, b = self.drafters
         first = a.propose(state).fit(state)
         if isinstance(first, Tree):
-            raise ValueError("a tree has several ends: put it around both drafters, "
-                             "Siblings(Then(a, b))")
+            raise Refused("a tree has several ends: put it around both drafters, "
+                          "Siblings(Then(a, b))")
         # the tail needs the first draft's tokens on the host: one wait for all of them
         rows = torch.cat([first.length[:, None], first.tokens], 1).tolist()
         self.drafted = [m for m, *_ in rows]
@@ -72,6 +75,6 @@ def append(first, second):
 
 
 def cascade(model, gamma):
-    """An exit after a sixth of the blocks, then lookup (`--draft methods/then.py:cascade`)."""
+    """An exit after a sixth of the blocks, then lookup (`--draft lab/then.py:cascade`)."""
     L = model.c.n_layers
     return Then(SelfDraft(model, early_exit(L, max(1, L // 6)), gamma), NGram(7, 3))
