@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 import families
 from model import MLP, Attention, Refused, Transformer
@@ -20,6 +20,8 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 EMBED = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+SPECIAL = "bos", "eos", "unk", "sep", "pad", "cls", "mask"      # tokens that settings name
+TOKEN_FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"
 
 
 def load(folder, device=None, dtype=None, quant=None, part=None):
@@ -244,9 +246,25 @@ def read_config(folder):
         raise FileNotFoundError(f"{folder}: there is no such folder{download_first(folder)}")
     path = folder / "config.json"
     given = read_json(path)
+    check_no_eagle(folder, given)
     eos = read_eos(folder, given)
     with guarded(path):     # a value of an unexpected type fails somewhere below
-        return families.read(given, eos)
+        c = families.read(given, eos)
+        beyond = [i for i in eos if not 0 <= i < c.vocab_size]
+        if beyond:      # an answer would never end there
+            raise Refused(f"eos_token_id {beyond[0]} is no id: they run from 0 to "
+                          f"{c.vocab_size - 1}")
+    return c
+
+
+def check_no_eagle(folder, given):
+    """Raise Refused for a published EAGLE head. Of the first ones only the size and the missing
+    tokenizer tell them from a Llama."""
+    names = f"{given.get('architectures')} {given.get('speculators_model_type')}"
+    small = given.get("num_hidden_layers") == 1 and not (folder / "tokenizer.json").exists()
+    if "eagle" in names.lower() or small:
+        raise Refused(f"{folder}: a published EAGLE head, whose layout is not read here: train one "
+                      "with python -m lab.train_heads eagle")
 
 
 def read_eos(folder, given):
@@ -274,7 +292,51 @@ def read_tokenizer(folder):
         tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_padding()  # trap: the file may ask for a length, but a prompt must stay as it is
     tokenizer.no_truncation()
+    with guarded(f"{folder / 'tokenizer_config.json'}: its tokens are not readable"):
+        add_listed(tokenizer, token_settings(folder))
     return tokenizer
+
+
+def token_settings(folder):
+    """The content of tokenizer_config.json. As in transformers, two older files add to it, but only
+    where it does not list its tokens."""
+    files = {name: folder / f"{name}.json" for name in (
+        "tokenizer_config", "special_tokens_map", "added_tokens")}
+    given = {name: read_json(path) if path.is_file() else {} for name, path in files.items()}
+    settings = given["tokenizer_config"]
+    if settings.get("added_tokens_decoder") is None:
+        settings |= given["special_tokens_map"]
+        settings |= {"added_tokens_decoder": {i: t for t, i in given["added_tokens"].items()}}
+    return settings
+
+
+def add_listed(tokenizer, settings):
+    """Add the tokens that only `token_settings` lists, as fine-tunes save them. Otherwise they
+    would be cut into pieces."""
+    named = [settings.get(f"{name}_token") for name in SPECIAL]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        if isinstance(settings.get(key), list):
+            named += settings[key]
+    special = [t if isinstance(t, dict) else {"content": t} for t in named if t]
+    names = {t["content"] for t in special}
+
+    def add(token):
+        flags = {"special": token["content"] in names} | token
+        flags = {key: flags[key] for key in TOKEN_FLAGS if key in flags}
+        tokenizer.add_tokens([AddedToken(token["content"], **flags)])
+
+    there = {t.content for t in tokenizer.get_added_tokens_decoder().values()}
+    for i, token in sorted(settings["added_tokens_decoder"].items(), key=lambda pair: int(pair[0])):
+        token = token if isinstance(token, dict) else {"content": token}
+        if token["content"] not in there:
+            add(token)
+            there.add(token["content"])
+            if tokenizer.token_to_id(token["content"]) != int(i):
+                raise Refused(f"{token['content']!r} cannot have the id {i}: the next free one is "
+                              f"{tokenizer.token_to_id(token['content'])}")
+    for token in special:
+        if token["content"] not in there:
+            add(token | {"special": True, "normalized": False})
 
 
 @dataclass(frozen=True)
@@ -292,21 +354,24 @@ class Stored:
 
 def find_weights(folder):
     """{tensor name: its Stored}, from the single file of a Hugging Face folder or from all files
-    that its index names."""
-    paths = [folder / "model.safetensors"]
+    that its index names. Where several files hold a tensor, the index says which one counts."""
+    single = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
-    if not paths[0].is_file() and index.is_file():
+    where = {}
+    if not single.is_file() and index.is_file():
         listed = read_json(index)
         with guarded(f"{index}: weight_map must name a file for each tensor"):
-            paths = [folder / name for name in sorted(set(listed["weight_map"].values()))]
-            if any(path.parent != folder or path.name == ".." for path in paths):
+            where = {name: folder / file for name, file in listed["weight_map"].items()}
+            if any(Path(file).is_absolute() or ".." in Path(file).parts
+                   for file in listed["weight_map"].values()):
                 raise Refused("a file outside this folder")
     found = {}
-    for path in paths:
+    for path in sorted(set(where.values())) or [single]:
         check_fetched(path)
         with guarded(f"{path}: truncated or damaged safetensors file"):
             file = safe_open(str(path), framework="pt")
         for name in file.keys():
-            part = file.get_slice(name)
-            found[name] = Stored(str(path), name, part.get_dtype(), tuple(part.get_shape()))
+            if where.get(name, path) == path:
+                part = file.get_slice(name)
+                found[name] = Stored(str(path), name, part.get_dtype(), tuple(part.get_shape()))
     return found

@@ -73,7 +73,7 @@ class Keys(dict):
 
 
 def check_whole(kv):
-    """Raise ValueError unless the file holds a whole model."""
+    """Raise Refused unless the file holds a whole model."""
     if kv.get("general.type", "model") != "model":
         raise Refused(f"its general.type is {kv['general.type']}, but a model is needed")
     if kv.get("split.count", 1) > 1:
@@ -82,7 +82,7 @@ def check_whole(kv):
 
 
 def architecture_keys(kv):
-    """The keys of the architecture, without its name. Raises ValueError for one that would change
+    """The keys of the architecture, without its name. Raises Refused for one that would change
     the mathematics and is not known here. A key is off where its value is 0, false or empty."""
     family = kv.get("general.architecture")
     if family not in FAMILIES:
@@ -126,7 +126,7 @@ def read_scaling(get, names):
 
 
 def read_id(kv, name):
-    """The id of a special token, or None. Raises ValueError if there is no such token."""
+    """The id of a special token, or None. Raises Refused if there is no such token."""
     key = f"tokenizer.ggml.{name}_token_id"
     found = kv.get(key)
     count = len(kv["tokenizer.ggml.tokens"])
@@ -211,7 +211,7 @@ def read_tokens(kv, pre=None):
 
 def fill(model, stored, neighbours, dequantize):
     """Copy the tensors of a GGUF into a model. neighbours: whether rows that rotate together are
-    neighbours. Raises ValueError if one is missing, misshapen or left over."""
+    neighbours. Raises Refused if one is missing, misshapen or left over."""
     c = model.c
     left = dict(stored)
     for name, piece in checkpoint.parts(model):

@@ -78,7 +78,7 @@ def number(line, *titles):
 
 
 def read(text):
-    """The Drafts of each drafter in a log. Raises ValueError if there are none."""
+    """The Drafts of each drafter in a log. Raises Refused if there are none."""
     lines = text.splitlines()
     for reader in (llama_totals, llama_requests, vllm, sglang):
         found = reader(lines)

@@ -10,7 +10,7 @@ from pathlib import Path
 import jinja2.ext
 import jinja2.sandbox
 
-from checkpoint import read_json, read_text
+from checkpoint import read_text, token_settings
 from model import Refused
 
 
@@ -30,14 +30,10 @@ def refuse(message):
 
 def read_template(folder):
     """The chat template in `folder` as a function render(messages, add_generation_prompt=True).
-    Raises ValueError if there is none; `render` raises it if the template fails or refuses the
+    Raises Refused if there is none; `render` raises it if the template fails or refuses the
     messages."""
-    file, settings = Path(folder) / "chat_template.jinja", Path(folder) / "tokenizer_config.json"
-    config = read_json(settings) if settings.is_file() else {}
-    older = Path(folder) / "special_tokens_map.json"  # as in transformers, it counts only where the
-    # newer file does not list its tokens
-    if older.is_file() and "added_tokens_decoder" not in config:
-        config |= read_json(older)
+    file = Path(folder) / "chat_template.jinja"
+    config = token_settings(Path(folder))
     source = read_text(file) if file.is_file() else config.get("chat_template")
     if isinstance(source, list):    # some models also have one for tools
         source = {t.get("name"): t.get("template") for t in source}.get("default")

@@ -86,9 +86,26 @@ def test_shards_of_any_dtype_load_like_one_file(tmp_path):
         again = checkpoint.load(str(folder), "cpu", None if dtype == torch.bfloat16 else dtype)[0]
         assert all(
             map(torch.equal, again.parameters(), make(m.c).bfloat16().to(dtype).parameters()))
-    for where in (3, "../model.safetensors", "/etc/passwd"):
+    for where in (3, "../model.safetensors", "sub/../../x", "/etc/passwd"):
         edit(index, weight_map={EMBED: where})
         refused(folder, "weight_map")
+
+
+def test_the_index_says_which_file_counts(tmp_path):
+    """A file in a subfolder, and a stale copy of a tensor in another file."""
+    m, folder = saved(LLAMA, tmp_path)
+    index = shard(folder, 2)
+    where = json.loads(index.read_text())["weight_map"]
+    first, last = sorted(set(where.values()))
+    for key, file in where.items():
+        other = last if file == first else first
+        if key in (UP, EMBED):
+            edit(folder / other, **{key: torch.zeros(1)})
+    (folder / "sub").mkdir()
+    (folder / last).rename(folder / "sub" / last)
+    where = {key: f"sub/{file}" if file == last else file for key, file in where.items()}
+    edit(index, weight_map=where)
+    assert torch.equal(checkpoint.load(folder, "cpu")[0](IDS), m(IDS))
 
 
 @pytest.mark.parametrize("first", ["generation_config.json", "config.json"])
@@ -104,6 +121,20 @@ def test_end_of_text_ids_come_in_every_form(first, tmp_path):
     for stored in ("</s>", [1, True], {"id": 1}):
         edit(tmp_path / first, eos_token_id=stored)
         refused(tmp_path, f"{first}: eos_token_id")
+    for stored in (17, [1, 17], -1):
+        edit(tmp_path / first, eos_token_id=stored)
+        refused(tmp_path, f"eos_token_id {17 if stored != -1 else -1} is no id")
+
+
+@pytest.mark.parametrize("settings", [
+    {"architectures": ["LlamaForCausalLMEagle3"]}, {"architectures": ["EagleLlamaForCausalLM"]},
+    {"speculators_model_type": "eagle3"}, {"num_hidden_layers": 1}], ids=str)
+def test_a_published_eagle_head_is_named(settings, tmp_path):
+    """The first ones call themselves Llama, and have one layer and no tokenizer."""
+    saved(LLAMA, tmp_path)
+    edit(tmp_path / "config.json", **settings)
+    (tmp_path / "tokenizer.json").unlink()
+    refused(tmp_path, "a published EAGLE head")
 
 
 @pytest.mark.parametrize("kind, more", [
@@ -226,6 +257,45 @@ def test_a_text_has_the_ids_that_transformers_gives_it(adds_bos, tmp_path):
     for text, word in (("", "bos_token_id"), ("ab\ud800c", "position 2")):
         with pytest.raises(ValueError, match=word):
             checkpoint.encode(expected.byte_tokenizer(), text)
+
+
+TOOL = {"content": "<tool>", "special": False, "normalized": False, "lstrip": False,
+        "rstrip": False, "single_word": False}
+MINE = TOOL | {"content": "<|mine|>", "special": True, "rstrip": True}
+
+
+@pytest.mark.parametrize("files", [
+    {"tokenizer_config": {"added_tokens_decoder": {"65": MINE, "64": TOOL}}},
+    {"tokenizer_config": {"added_tokens_decoder": {"64": MINE}, "pad_token": "Lily",
+                          "extra_special_tokens": ["<tool>"]}},
+    {"tokenizer_config": {"pad_token": "Lily", "eos_token": MINE | {"__type": "AddedToken"}}},
+    {"special_tokens_map": {"pad_token": "<tool>", "additional_special_tokens": ["Lily"]}},
+    {"tokenizer_config": {"added_tokens_decoder": {}},
+     "special_tokens_map": {"pad_token": "<tool>"}},
+    {"added_tokens": {"<|mine|>": 65, "<tool>": 64},
+     "special_tokens_map": {"sep_token": "<tool>"}}], ids=str)
+def test_tokens_that_other_files_list_are_one_id(files, tmp_path):
+    """As fine-tunes save them, and as AutoTokenizer reads them."""
+    save(make(LLAMA), tmp_path, expected.byte_tokenizer())
+    for name, content in files.items():
+        if name == "tokenizer_config":
+            content = {"tokenizer_class": "PreTrainedTokenizerFast"} | content
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    ours = checkpoint.read_tokenizer(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("Once<|mine|> <tool> more", "<tool><tool>", "Lily<|mine|>", " <|mine|>Lily "):
+        want = theirs(text)["input_ids"]
+        assert checkpoint.encode(ours, text) == want, text
+        assert ours.decode(want, skip_special_tokens=True) == theirs.decode(
+            want, skip_special_tokens=True)
+
+
+def test_a_listed_token_that_cannot_have_its_id_is_named(tmp_path):
+    save(make(LLAMA), tmp_path, expected.byte_tokenizer())
+    edit(tmp_path / "tokenizer_config.json", added_tokens_decoder={"70": TOOL})
+    refused(tmp_path, "'<tool>' cannot have the id 70: the next free one is 64")
+    edit(tmp_path / "tokenizer_config.json", added_tokens_decoder={"x": TOOL})
+    refused(tmp_path, "tokenizer_config.json")
 
 
 def test_a_chat_model_that_was_loaded_and_saved_is_the_same(tmp_path):
