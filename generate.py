@@ -6,9 +6,13 @@ origin.
 
 It reads from top to bottom. What a flag asks for is imported where it is asked for.
 """
+import signal
 import sys
 from functools import partial
 from importlib import import_module
+
+if __name__ == "__main__":      # until the modules are loaded, Ctrl-C ends without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import checkpoint
 from drafter import Drafter
@@ -150,4 +154,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -8,10 +8,14 @@ only on the seed and the trials before it, so a search that was killed can go on
 """
 import itertools
 import math
+import signal
 import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+if __name__ == "__main__":      # until the modules are loaded, Ctrl-C ends without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 
@@ -321,4 +325,5 @@ def search(space: Space, evaluate: Callable, count: int, seed: int = 0,
 
 if __name__ == "__main__":
     from support.search import main  # late: only the command needs it, not the lesson above
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -3,7 +3,10 @@ and what it reads."""
 import io
 import math
 import os
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ import torch
 from model import Refused
 from support import cli
 from support.texts import numbered_texts, read_input
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def ending(error):
@@ -90,6 +95,16 @@ def test_threads_are_limited_by_the_quota(files, most, monkeypatch, tmp_path):
     monkeypatch.delenv("OMP_NUM_THREADS")
     cli.limit_threads()
     assert used == [min(8, int(min(8, most)))]
+
+
+@pytest.mark.parametrize("program", ["generate.py", "search.py"])
+def test_ctrl_c_while_modules_load_shows_no_traceback(program, tmp_path):
+    """Here it comes while torch is imported."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise ImportError")
+    run = subprocess.run([sys.executable, ROOT / program, "Hi"], capture_output=True,
+                         env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (run.returncode, run.stderr) == (-signal.SIGINT, b"")
 
 
 def test_an_encoding_that_lacks_a_character_replaces_it(monkeypatch):
