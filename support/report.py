@@ -28,6 +28,7 @@ def of_run(options, model, plan, texts, seen):
     if options.temperature == 0:
         settings = own_settings(options.model)
     return {
+        "prompts": seen.prompts,    # as the model reads them
         "outputs": outputs,
         **speed(n.tokens, seen.timed.reading, sum(seen.timed.seconds.values())),
         "target_passes": n.passes,
