@@ -71,10 +71,10 @@ class M2R2(Head, StandIn):
         stand-in, it computes the ordinary row by itself, which the target reads to the bit."""
         places = at.positions                                                   # (B or 1, 1)
         beyond = torch.full_like(places, at.end)
-        if self.model is not self.model.bare():
+        if isinstance(self.model, StandIn):
             y = self.model.run(x, at, cache, sublayers, trace)
             second = Placement(places, beyond, at.first, at.end + 1)
-            rows = self.rise(self.model.bare().run, x, second, ScratchTail(cache, 0, at.end))
+            rows = self.rise(bare(self.model).run, x, second, ScratchTail(cache, 0, at.end))
             self.states = torch.stack(list(rows), 2)
             return y
         slots = torch.cat([places, beyond], 1)                                  # (B or 1, 2)

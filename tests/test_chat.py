@@ -137,9 +137,12 @@ PARTS = "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% end
     ("<{{ messages[0].content | trim }}>", "<Hi  é\n\"b\">"), (PARTS, " Hi  é\n\"b\" "),
     ("{% if messages[0].content is string %}{{ raise_exception('parts') }}{% endif %}" + PARTS,
      " Hi  é\n\"b\" ")])
-def test_the_words_of_a_message_stand_in_the_text(folder, template, want):
+def test_the_words_of_a_message_stand_in_the_text(call, folder, template, want):
     """Also where a template only knows a list of parts, and renders a plain text as nothing."""
     assert chat.message(folder({FILE: template}))(" Hi  é\n\"b\" ") == want
+    path = folder({FILE: template})
+    out = call("Hi", "--chat", "--json", "--model", path, "--max-new", "1")[1]
+    assert "Hi" in json.loads(out)["prompts"][0]
 
 
 @pytest.mark.parametrize("template, why", [
