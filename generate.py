@@ -80,6 +80,8 @@ def load(options):
         quant = import_module("machine.quant").KINDS[options.quant]
     dtype = cli.DTYPES.get(options.dtype)
     model, tokenizer = checkpoint.load(options.model, options.device, dtype, quant)
+    if options.quant:
+        import_module("machine.quant").quantise_head(model)
     if options.exact:
         model = import_module("machine.exact").exactly(model, options.fast)
     elif options.fast:

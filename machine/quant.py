@@ -298,6 +298,12 @@ def quantise(model, kind="int8", head=None, rounds=False):
     return twin
 
 
+def quantise_head(model):
+    """Replace the output head of a model by one in int8, in place; an embedding stays as it is. In
+    int4 the head moves the distributions further than all other matrices together (lab/BOOK.md)."""
+    put(model, "head", Int8(model.tok if model.head is None else model.head))
+
+
 def size(module):
     """How many bytes a module or a tensor takes."""
     if isinstance(module, torch.Tensor):

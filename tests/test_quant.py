@@ -257,3 +257,17 @@ def test_loading_never_holds_two_matrices_in_full(tmp_path):
     want = quantise(m).state_dict()
     assert len(seen) == 24 and got.keys() == want.keys()
     assert all(map(torch.equal, got.values(), want.values()))
+
+
+@each_family
+def test_a_quantised_target_has_its_head_in_int8(family):
+    m = make(FAMILIES[family])
+    ids = torch.tensor([PROMPTS[0]])
+    x = m.run(m.embed(ids), Placement.span(0, ids.shape[1]))
+    q = make(FAMILIES[family])
+    quant.quantise_head(q)
+    other = replace(m.c, tied=False)
+    whole = make(other)
+    whole.load_state_dict({**m.state_dict(), "head": q.head.full(torch.float64)})
+    assert torch.equal(q.unembed(x), whole.unembed(x))
+    assert torch.equal(q.embed(ids), m.embed(ids))

@@ -5,6 +5,7 @@
     python -m lab.bench costs        what each sub-layer, the head and a block take on this machine
     python -m lab.bench plain        plain decoding, compared with transformers
     python -m lab.bench rows         products with few rows, compared with reading the matrices
+    python -m lab.bench bits         how far a quantised target is from the model, by KL
     python -m lab.bench exact        what changes a text that is the same to the bit, and what not
     python -m lab.bench block        block verification, compared with token by token
     python -m lab.bench counts       operations and GPU waits of a round: counted, so free of noise
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from lab.bench import beyond, block, check, counts, exact, passes, real, search
+from lab.bench import beyond, bits, block, check, counts, exact, passes, real, search
 from lab.bench.shared import CHATS, DEFAULT, SETS
 from machine.kept import hardware
 from model import Refused
@@ -37,6 +38,7 @@ COMMANDS = {    # (Namespace) -> (Markdown, data); the flags that it reads; thei
     "costs": (passes.run_costs, f"{MODEL} repeats fast", {}),
     "plain": (passes.run_plain, f"{MODEL} new repeats", {}),
     "rows": (passes.run_rows, f"{MODEL} repeats", {}),
+    "bits": (bits.run, "model text pieces", {}),
     "exact": (exact.run, f"{MODEL} new repeats quick fast", {"quick": 4}),
     "block": (block.run, f"{MODEL} new quick prompts draft", {}),
     "counts": (counts.run, "", {}),
@@ -77,6 +79,9 @@ FLAGS = {
     "dither": dict(action="store_true", help="first add noise to the target's weights, uniform and "
                    "as wide as a step of int4: weights that came in 4 bits lie on a grid, which "
                    "flatters int4, and with the noise its gain is a lower bound"),
+    "text": dict(metavar="FILE", required=True, help="a text to read"),
+    "pieces": dict(type=at_least(1), default=16, metavar="N",
+                   help="pieces of the text (default: %(default)s)"),
     "gguf": dict(metavar="FILE", help="for llama.cpp: --model in a GGUF file (default: SmolLM2)"),
     "out": dict(metavar="PATH", help="write PATH.json and PATH.md",
                 type=lambda path: re.sub(r"\.(json|md)$", "", path))}
