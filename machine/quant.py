@@ -28,11 +28,13 @@ from control import Costs
 from machine import rows
 from machine.rows import FLOATS, WIDTHS, Weight, describe
 from machine.standin import bare
+from model import Placement
 
 SHARE = 32      # weights of a tile in each of its rows; in int4 they share a step and an offset
 OUTPUTS = 16    # rows of a tile, which machine/bits.cpp computes side by side
 BLOCK = 64      # weights that share a magnitude
 GROUP = 256     # magnitudes that share a scale
+SURE = 0.9      # of the most likely tokens, which a head in int4 must find for a draft
 ROWS = 64       # quantised at a time, so that temporary memory stays small
 
 
@@ -298,10 +300,31 @@ def quantise(model, kind="int8", head=None, rounds=False):
     return twin
 
 
-def quantise_head(model):
-    """Replace the output head of a model by one in int8, in place; an embedding stays as it is. In
-    int4 the head moves the distributions further than all other matrices together (lab/BOOK.md)."""
-    put(model, "head", Int8(model.tok if model.head is None else model.head))
+@torch.inference_mode()
+def draft_copy(model, kind, ids):
+    """A quantised copy of a model that drafts. In int4 some heads lose what the blocks keep
+    (SmolLM2's names another token at every seventh place), and others lose nothing. So a head is in
+    int8 unless in int4 it names the model's own most likely token after nearly each of these ids
+    (T,), which should be some text."""
+    twin = quantise(model, kind, kind, rounds=True)
+    if kind == "int4":
+        whole = bare(model)
+        tokens = torch.tensor([ids], device=whole.tok.device)
+        at = Placement.span(0, len(ids), whole.tok.device)
+        x = whole.run(whole.embed(tokens), at)
+        same = twin.unembed(x).argmax(-1) == whole.unembed(x).argmax(-1)
+        if same.float().mean() < SURE:
+            quantise_head(twin, whole)
+            twin.head.rounds = True
+    return twin
+
+
+def quantise_head(model, source=None):
+    """Replace the output head of a model by one in int8, of the `source` or of its own, in place.
+    An embedding stays as it is. In int4 a head may move the distributions further than all other
+    matrices together (lab/BOOK.md)."""
+    source = source or model
+    put(model, "head", Int8(source.tok if source.head is None else source.head))
 
 
 def size(module):

@@ -3,13 +3,13 @@ weights."""
 from pathlib import Path
 
 from control import MOST
-from machine.quant import byte_costs, quantise, size
+from machine.quant import byte_costs, size
 from machine.standin import alongside
 from methods import heads
 from methods.arms import candidates
 from methods.pace import Pace
 from methods.standin import VOCAB, read_vocab
-from support.drafts import fit, load_small
+from support.drafts import copy_of, fit, load_small
 from support.files import read_beside
 from support.flags import Plan, processes
 from support.skips import read_skip
@@ -39,7 +39,7 @@ def auto(options, model, tokenizer):
         costs = measure.kept_costs(model)
         about = ", with costs as measured here"
         if rows.multiplies(model):
-            twin = alongside(model, quantise(model, "int4", head="int4", rounds=True))
+            twin = alongside(model, copy_of(model, "int4", tokenizer))
             rough = twin, measure.measure_step(model, twin)
     else:
         costs = byte_costs(model)

@@ -9,7 +9,7 @@ import checkpoint
 from control import MOST
 from drafter import ModelDraft
 from layerskip import SelfDraft, without
-from machine.quant import quantise
+from machine.quant import draft_copy
 from machine.standin import alongside
 from methods import heads
 from methods.lookup import NGram, Suffix
@@ -20,6 +20,9 @@ from support import own, skips
 from support.flags import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
+# some words, numbers and code, on which the heads of a copy are compared
+TEXT = ("The sea is salty because rivers carry minerals from the rocks into it. Question: how many "
+        "are 12 times 7? Answer: 84.\n\ndef add(a, b):\n    return a + b\n")
 OF_THE_LAB = {"transfer": "lab/transfer.py:Transfer", "m2r2": "lab/m2r2.py:M2R2"}
 
 
@@ -56,8 +59,13 @@ def load_small(options, folder, model, tokenizer):
         raise Refused(f"{folder}: its tokenizer differs from the target's, so ids mean other words")
     quant = options.draft_quant
     if quant is not None:
-        other = quantise(other, quant, head=quant, rounds=True)
+        other = copy_of(other, quant, tokenizer)
     return alongside(model, other)
+
+
+def copy_of(model, kind, tokenizer):
+    """A quantised copy that drafts."""
+    return draft_copy(model, kind, checkpoint.encode(tokenizer, TEXT, model.c.bos))
 
 
 def fit(other, model):
@@ -77,7 +85,7 @@ def itself_quantised(options, model, tokenizer):
     about = ""
     if model.tok.is_cuda:
         about = ", which saves memory but no time on a GPU, where each product rebuilds its matrix"
-    twin = alongside(model, quantise(model, kind, head=kind, rounds=True))
+    twin = alongside(model, copy_of(model, kind, tokenizer))
     build = partial(SelfDraft, options.short(twin), sublayers)
     return Plan(options, build, options.length(3), about)
 

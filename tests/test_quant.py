@@ -271,3 +271,16 @@ def test_a_quantised_target_has_its_head_in_int8(family):
     whole.load_state_dict({**m.state_dict(), "head": q.head.full(torch.float64)})
     assert torch.equal(q.unembed(x), whole.unembed(x))
     assert torch.equal(q.embed(ids), m.embed(ids))
+
+
+def test_a_copy_keeps_a_head_in_int8_that_int4_would_spoil():
+    """Rows with one large number each, whose others four bits round away."""
+    ids = [*range(17)] * 3
+    m = make(FAMILIES["llama"]).float()
+    m.head[:] = 0
+    m.head[:, :17] = torch.eye(17)
+    assert isinstance(quant.draft_copy(m, "int4", ids).head, Int4)
+    m.head[:, 0] = 40.0
+    twin = quant.draft_copy(m, "int4", ids)
+    assert isinstance(twin.head, Int8) and twin.head.rounds
+    assert isinstance(twin.blocks[0].mlp.down, Int4)
