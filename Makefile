@@ -59,14 +59,14 @@ mutation: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/mutmut run '$(FILE).*'
 	$(VENV)/bin/mutmut results
 
-# The port in JavaScript against the porting kit. Node 20 is all that it needs.
+# The port in JavaScript against the porting kit, without its kernels and with them. Node 20 is all that it needs.
 port-js:
 	$(PYTHON) porting/check.py node porting/web/engine.js
+	$(PYTHON) porting/check.py node porting/web/engine.js porting/web/kernels.wasm
 
 # The port in JavaScript on a page that writes and drafts, served to this machine alone.
 live:
-	@echo "open http://127.0.0.1:8000/docs/live.html    (Ctrl-C ends it)"
-	@$(PYTHON) -m http.server --bind 127.0.0.1 8000 2> /dev/null
+	@$(PYTHON) porting/web/serve.py
 
 exercises: $(VENV)/dev
 	$(PY) exercises/check.py

@@ -30,8 +30,10 @@ class Browser:
             os.dup2(ends[0], 3)
             os.dup2(ends[1], 4)
 
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe",
-                 f"--user-data-dir={folder}", "about:blank"]
+        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic",
+                 "--no-first-run", "--disable-background-networking", "--disable-component-update",
+                 "--disable-sync", "--remote-debugging-pipe", f"--user-data-dir={folder}",
+                 "about:blank"]
         self.process = subprocess.Popen([path, *flags], preexec_fn=connect, close_fds=False,
                                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for end in (read, write, *ends):
@@ -87,6 +89,23 @@ class Browser:
     def open(self, url):
         self.send("Page.navigate", url=url)
         self.run("new Promise(done => document.readyState === 'complete' ? done() : onload = done)")
+
+    def click(self, name):
+        """A real click, with the mouse, in the middle of the element of this id."""
+        x, y = self.run(f"""(() => {{
+            const element = document.getElementById({name!r});
+            element.scrollIntoView({{ block: 'nearest' }});
+            const {{ x, y, width, height }} = element.getBoundingClientRect();
+            return [x + width / 2, y + height / 2];
+        }})()""")
+        for kind in ("mousePressed", "mouseReleased"):
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def press(self, key, code, text=""):
+        """A key, which goes where the focus is."""
+        for kind in ("keyDown", "keyUp"):
+            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, text=text,
+                      windowsVirtualKeyCode=code)
 
     def close(self):
         self.session = None

@@ -3,10 +3,12 @@
     python -m porting.web.bundle live.html
 
 The model is weights/stories-llama with its matrices in int8: each row is whole numbers from -127 to
-127, times one scale. So the file has some 16 MB.
+127, times one scale. So the file has some 16 MB. The page shows how much of them has arrived, and
+refuses a file that is cut off or damaged.
 """
 import base64
 import sys
+import zlib
 from pathlib import Path
 
 import safetensors.torch
@@ -18,7 +20,9 @@ from support.files import write_file
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = ROOT / "weights" / "stories-llama"
+WEB = ROOT / "porting" / "web"
 MARK = "<!-- bundle -->"
+PIECE = 2**18   # characters of base64 in a script, a multiple of 4
 
 
 def in_int8(tensors):
@@ -35,18 +39,28 @@ def in_int8(tensors):
     return stored
 
 
+def pieces(name, data):
+    """A file as scripts that hold base64, with its checksum."""
+    text = base64.b64encode(data).decode()
+    for first in range(0, len(text), PIECE):
+        yield (f'<script type="text/plain" data-file="{name}" data-sum="{zlib.adler32(data)}">'
+               f"{text[first:first + PIECE]}</script>")
+
+
 def bundle():
     """The page, as text."""
     page = (ROOT / "docs" / "live.html").read_text(encoding="utf-8")
     tensors = safetensors.torch.load_file(MODEL / "model.safetensors")
-    files = {"config": (MODEL / "config.json").read_bytes(),
+    files = {"kernels": (WEB / "kernels.wasm").read_bytes(),
+             "fused": (WEB / "fused.wasm").read_bytes(),
+             "config": (MODEL / "config.json").read_bytes(),
              "tokens": (MODEL / "tokenizer.json").read_bytes(),
              "weights": safetensors.torch.save(in_int8(tensors))}
-    parts = [f'<script type="text/plain" id="{name}">{base64.b64encode(data).decode()}</script>'
-             for name, data in files.items()]
-    engine = (ROOT / "porting" / "web" / "engine.js").read_text(encoding="utf-8")
-    parts.append(f'<script type="text/plain" id="engine">\n{engine}</script>')
+    engine = (WEB / "engine.js").read_text(encoding="utf-8")
+    parts = [f'<script type="text/plain" data-file="engine">\n{engine}</script>']
+    parts += [piece for name, data in files.items() for piece in pieces(name, data)]
     before, after = page.split(MARK)
+    before = before.replace("<html ", f'<html data-pieces="{len(parts)}" ', 1)
     return before + "\n".join(parts) + after
 
 

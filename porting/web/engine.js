@@ -1,13 +1,22 @@
 /* A port of the library to plain JavaScript, without packages: the ten steps of porting/README.md,
-   in their order, then trees, the tokenizer and the program. It runs in browsers and under node:
+   in their order, then trees, the tokenizer, the kernels and the program. It runs in browsers and
+   under node, and computes what takes the most time in WebAssembly if it gets kernels.wasm:
 
        python porting/check.py node porting/web/engine.js
+       python porting/check.py node porting/web/engine.js porting/web/kernels.wasm
 
    A tensor of a model is {shape, data}. What flows through the model is a flat Float32Array with a
-   row for each token. Sums run in float64, because every number in JavaScript is a float64. */
+   row for each token. The sums of these loops run in float64, because every number in JavaScript is
+   a float64; those of the kernels run in float32. */
 "use strict";
 
-const sum = numbers => numbers.reduce((all, x) => all + x, 0);
+let kernels = null;     // see makeKernels
+const floats = count => kernels ? kernels.floats(count) : new Float32Array(count);
+function sum(numbers) {
+  let all = 0;
+  for (let i = 0; i < numbers.length; i++) all += numbers[i];
+  return all;
+}
 const range = (count, first = 0) => Array.from({ length: count }, (_, i) => first + i);
 
 // --- 1. Safetensors
@@ -15,11 +24,9 @@ const range = (count, first = 0) => Array.from({ length: count }, (_, i) => firs
 // {name: tensor} of a file: eight bytes with the length of the JSON, the JSON, the numbers. Typed
 // arrays have the byte order of the machine: little-endian on every one that runs a browser.
 function readTensors(buffer) {
-  const start = 8 + Number(new DataView(buffer).getBigUint64(0, true));
-  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, start - 8)));
-  delete header.__metadata__;
+  const start = 8 + headerLength(buffer);
   const tensors = {};
-  for (const [name, { dtype, shape, data_offsets: [first, last] }] of Object.entries(header))
+  for (const [name, dtype, shape, first, last] of readHeader(buffer.slice(8, start)))
     tensors[name] = { shape, data: numbersOf(dtype, buffer.slice(start + first, start + last)) };
   // int8 by row: row n of a matrix is its whole numbers times number n of the tensor `scale`
   for (const name of Object.keys(tensors).filter(name => name + ".scale" in tensors)) {
@@ -27,6 +34,14 @@ function readTensors(buffer) {
     delete tensors[name + ".scale"];
   }
   return tensors;
+}
+
+const headerLength = buffer => Number(new DataView(buffer).getBigUint64(0, true));
+
+function readHeader(bytes) {
+  const { __metadata__, ...header } = JSON.parse(new TextDecoder().decode(bytes));
+  return Object.entries(header).map(([name, { dtype, shape, data_offsets: [first, last] }]) =>
+    [name, dtype, shape, first, last]);
 }
 
 function numbersOf(dtype, bytes) {
@@ -52,11 +67,9 @@ function makeModel(config, tensors) {
   if (config.attention_bias || config.mlp_bias) throw new Error("biases would be left out");
   if (scaling && !["linear", "llama3"].includes(scaling.rope_type))
     throw new Error(`no rope_type ${scaling.rope_type}`);
-  const D = config.head_dim;
-  const embedding = tensors["model.embed_tokens.weight"];
+  const D = config.head_dim ?? config.hidden_size / config.num_attention_heads;
   return {
-    tensors, gemma, D, embedding,
-    head: tensors["lm_head.weight"] ?? embedding,
+    ...weightsOf(tensors, config.num_hidden_layers), gemma, D,
     V: config.vocab_size, L: config.num_hidden_layers,
     H: config.num_attention_heads, Hkv: config.num_key_value_heads,
     context: config.max_position_embeddings, eps: config.rms_norm_eps,
@@ -69,19 +82,59 @@ function makeModel(config, tensors) {
   };
 }
 
+// The tensors; and by the last part of their names those that each block uses.
+function weightsOf(tensors, L) {
+  if (kernels) Object.values(tensors).forEach(kernels.pack);
+  const blocks = range(L).map(() => ({}));
+  for (const [name, tensor] of Object.entries(tensors)) {
+    const [, block, part] = name.match(/^model\.layers\.(\d+)\..*?(\w+)\.weight$/) ?? [];
+    if (part) blocks[block][part] = tensor;
+  }
+  const embedding = tensors["model.embed_tokens.weight"];
+  return { tensors, blocks, embedding, head: tensors["lm_head.weight"] ?? embedding,
+           lastNorm: tensors["model.norm.weight"] };
+}
+
+// The model's int8 copy, which only drafts. With kernels it also rounds what its matrices multiply.
+function inInt8(m) {
+  const tensors = Object.fromEntries(Object.entries(m.tensors).map(([name, tensor]) =>
+    [name, tensor.shape.length === 2 ? { ...quantised(tensor), rounds: true } : tensor]));
+  return { ...m, ...weightsOf(tensors, m.L), embedding: m.embedding };
+}
+
+// Row n of a matrix becomes whole numbers from -127 to 127, times number n of `scale`.
+function quantised({ shape, data, scale, wide, packed }) {
+  if (scale) return { shape, data, scale, packed: wide ? undefined : packed };
+  const [rows, width] = shape;
+  const codes = new Int8Array(rows * width);
+  scale = new Float32Array(rows);
+  for (let n = 0; n < rows; n++) scale[n] = roundRow(data, n * width, width, codes);
+  return { shape, data: codes, scale };
+}
+
+// Returns the scale. Of two whole numbers that are equally near, the even one is taken.
+function roundRow(x, first, count, to) {
+  let most = 0;
+  for (let i = first; i < first + count; i++) most = Math.max(most, Math.abs(x[i]));
+  const scale = Math.fround(most / 127);
+  for (let i = first; i < first + count && scale > 0; i++) {
+    const exact = Math.fround(x[i] / scale);
+    const near = Math.round(exact);
+    to[i] = near - exact === 0.5 && near % 2 !== 0 ? near - 1 : near;
+  }
+  return scale;
+}
+
 // y[t][o] = sum over i of W[o][i] x[t][i], for each token t. Every sum is its own, over rising i, so
-// a token's numbers are the same to the bit, however many tokens are read together. Several sums
-// run at a time, which keeps a processor busy: of four rows for one token, of two for four.
-function product({ shape: [rows, width], data: w, scale }, x) {
-  const T = x.length / width;
-  const y = new Float32Array(T * rows);
-  let o = 0;
-  if (T === 1) for (; o + 4 <= rows; o += 4) fourRows(w, x, y, o, width);
-  else for (; o + 2 <= rows; o += 2)
-    for (let t = 0; t < T; t += 4) twoRows(w, x, y, o, width, rows, t, T - 1);
-  for (; o < rows; o++)
-    for (let t = 0; t < T; t++) y[t * rows + o] = dot(w, o * width, x, t * width, width);
-  if (scale) for (let i = 0; i < y.length; i++) y[i] *= scale[i % rows];
+// a token's numbers are the same to the bit, however many tokens are read together.
+function product(matrix, x) {
+  if (matrix.packed) return kernels.product(matrix, x);
+  const { shape: [rows, width], data: w, scale } = matrix;
+  const y = new Float32Array(x.length / width * rows);
+  for (let i = 0; i < y.length; i++) {
+    const o = i % rows;
+    y[i] = dot(w, o * width, x, (i - o) / rows * width, width) * (scale ? scale[o] : 1);
+  }
   return y;
 }
 
@@ -91,38 +144,11 @@ function dot(a, i, b, j, count) {
   return all;
 }
 
-function fourRows(w, x, y, o, width) {
-  let a = 0, b = 0, c = 0, d = 0;
-  for (let i = 0, at = o * width; i < width; i++, at++) {
-    const v = x[i];
-    a += w[at] * v; b += w[at + width] * v;
-    c += w[at + 2 * width] * v; d += w[at + 3 * width] * v;
-  }
-  y[o] = a; y[o + 1] = b; y[o + 2] = c; y[o + 3] = d;
-}
-
-// For the tokens t .. t + 3. Beyond the last one the same token is computed again.
-function twoRows(w, x, y, o, width, rows, t, last) {
-  const t1 = Math.min(t + 1, last), t2 = Math.min(t + 2, last), t3 = Math.min(t + 3, last);
-  const upper = o * width, lower = upper + width;
-  const x0 = t * width, x1 = t1 * width, x2 = t2 * width, x3 = t3 * width;
-  let a = 0, b = 0, c = 0, d = 0, e = 0, f = 0, g = 0, h = 0;
-  for (let i = 0; i < width; i++) {
-    const u = w[upper + i], v = w[lower + i];
-    const p = x[x0 + i], q = x[x1 + i], r = x[x2 + i], s = x[x3 + i];
-    a += u * p; b += u * q; c += u * r; d += u * s;
-    e += v * p; f += v * q; g += v * r; h += v * s;
-  }
-  y[t * rows + o] = a; y[t1 * rows + o] = b; y[t2 * rows + o] = c; y[t3 * rows + o] = d;
-  o += 1;
-  y[t * rows + o] = e; y[t1 * rows + o] = f; y[t2 * rows + o] = g; y[t3 * rows + o] = h;
-}
-
 // --- 2. Norm
 
 function norm(x, weight, eps, offset) {
   const width = weight.length;
-  const y = new Float32Array(x.length);
+  const y = floats(x.length);
   for (let row = 0; row < x.length; row += width) {
     const size = Math.sqrt(dot(x, row, x, row, width) / width + eps);
     for (let j = 0; j < width; j++) y[row + j] = x[row + j] / size * (offset + weight[j]);
@@ -144,20 +170,25 @@ function frequencies(headDim, theta, scaling) {
   });
 }
 
-// x (T, heads, D): turn every head of token t by its position.
-function rotate(x, positions, freqs) {
-  const y = new Float32Array(x.length);
-  const half = freqs.length;
-  const width = x.length / positions.length;
-  positions.forEach((position, t) => freqs.forEach((freq, i) => {
-    const cos = Math.cos(position * freq);
-    const sin = Math.sin(position * freq);
-    for (let one = t * width + i; one < (t + 1) * width; one += 2 * half) {
-      const other = one + half;
-      y[one] = x[one] * cos - x[other] * sin;
-      y[other] = x[other] * cos + x[one] * sin;
+// Cosine and sine of every angle, (T, D / 2), by which a token's position turns its heads.
+function turns(positions, freqs) {
+  const angles = positions.flatMap(position => freqs.map(freq => position * freq));
+  return { half: freqs.length, cos: angles.map(Math.cos), sin: angles.map(Math.sin) };
+}
+
+// x (T, heads, D): turn every head of each token.
+function rotate(x, { half, cos, sin }) {
+  const y = floats(x.length);
+  const width = half * x.length / cos.length;
+  for (let head = 0; head < x.length; head += 2 * half) {
+    const angle = Math.floor(head / width) * half;
+    for (let i = 0; i < half; i++) {
+      const one = x[head + i];
+      const other = x[head + half + i];
+      y[head + i] = one * cos[angle + i] - other * sin[angle + i];
+      y[head + half + i] = other * cos[angle + i] + one * sin[angle + i];
     }
-  }));
+  }
   return y;
 }
 
@@ -197,25 +228,29 @@ function attend(q, keys, values, mask, { H, Hkv, D, scale, cap }) {
   return y;
 }
 
-function softmax(x) {
-  const most = x.reduce((a, b) => Math.max(a, b));      // trap: without it, exp overflows
-  const e = x.map(value => Math.exp(value - most));
-  const all = sum(e);
-  return e.map(value => value / all);
+function softmax(x, temperature = 1) {
+  const most = x[argmax(x)];            // trap: without it, exp overflows
+  const p = new Float64Array(x.length);
+  for (let i = 0; i < p.length; i++) p[i] = Math.exp((x[i] - most) / temperature);
+  const all = sum(p);
+  for (let i = 0; i < p.length; i++) p[i] /= all;
+  return p;
 }
 
 // --- 5. Sub-layer
 
-// at: {positions, slots, tree} of a block's tokens. The block writes to the cache before it reads.
+// at: {positions, slots, tree, turns} of a block's tokens. The block writes to the cache before it reads.
 function attention(m, block, x, at, cache) {
-  const W = part => m.tensors[`model.layers.${block}.self_attn.${part}_proj.weight`];
+  const W = m.blocks[block];
   const { keys, values } = cache[block];
-  const q = rotate(product(W("q"), x), at.positions, m.freqs);
-  store(keys, rotate(product(W("k"), x), at.positions, m.freqs), at.slots, m.D);
-  store(values, product(W("v"), x), at.slots, m.D);
+  const q = rotate(product(W.q_proj, x), at.turns);
+  store(keys, rotate(product(W.k_proj, x), at.turns), at.slots, m.D);
+  store(values, product(W.v_proj, x), at.slots, m.D);
+  if (kernels && !at.tree && !m.gemma && m.D % 16 === 0)
+    return product(W.o_proj, kernels.attend(q, keys, values, at.slots, m));
   const window = block % 2 === 0 ? m.window : null;
   const mask = visible(at.positions, at.slots, at.slots.at(-1) + 1, at.tree, window);
-  return product(W("o"), attend(q, keys, values, mask, m));
+  return product(W.o_proj, attend(q, keys, values, mask, m));
 }
 
 // Write new keys or values, (T, Hkv, D), to their slots in each key head's part of the cache.
@@ -230,10 +265,13 @@ const silu = z => z / (1 + Math.exp(-z));
 const gelu = z => z / 2 * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (z + 0.044715 * z ** 3)));
 
 function mlp(m, block, x) {
-  const W = part => m.tensors[`model.layers.${block}.mlp.${part}_proj.weight`];
-  const act = product(W("gate"), x).map(m.gemma ? gelu : silu);
-  const up = product(W("up"), x);
-  return product(W("down"), act.map((value, i) => value * up[i]));
+  const W = m.blocks[block];
+  const gate = product(W.gate_proj, x);
+  const up = product(W.up_proj, x);
+  if (kernels && !m.gemma && gate.length % 4 === 0)
+    return product(W.down_proj, kernels.gate(gate, up));
+  const act = gate.map(m.gemma ? gelu : silu);
+  return product(W.down_proj, act.map((value, i) => value * up[i]));
 }
 
 // x + f_i(x): 2 * block is an attention, 2 * block + 1 an MLP.
@@ -241,19 +279,21 @@ function sublayer(m, i, x, at, cache) {
   const block = Math.floor(i / 2);
   const isMlp = i % 2 === 1;
   const layernorm = (name, x) =>
-    norm(x, m.tensors[`model.layers.${block}.${name}_layernorm.weight`].data, m.eps, m.offset);
+    norm(x, m.blocks[block][name + "_layernorm"].data, m.eps, m.offset);
   const before = isMlp ? (m.gemma ? "pre_feedforward" : "post_attention") : "input";
   let y = layernorm(before, x);
   y = isMlp ? mlp(m, block, y) : attention(m, block, y, at, cache);
   if (m.gemma) y = layernorm(isMlp ? "post_feedforward" : "post_attention", y);
-  return y.map((value, j) => x[j] + value);
+  const sums = floats(x.length);
+  for (let j = 0; j < x.length; j++) sums[j] = x[j] + y[j];
+  return sums;
 }
 
 // --- 6. Forward
 
 function embed(m, tokens) {
   const { shape: [, width], data, scale } = m.embedding;
-  const x = new Float32Array(tokens.length * width);
+  const x = floats(tokens.length * width);
   tokens.forEach((token, t) => {
     const factor = m.embedScale * (scale ? scale[token] : 1);
     for (let j = 0; j < width; j++) x[t * width + j] = factor * data[token * width + j];
@@ -261,26 +301,43 @@ function embed(m, tokens) {
   return x;
 }
 
-// Run the model, or some of its sub-layers, over a block. Returns the logits (V) after each token;
-// `trace` receives x before the first sub-layer and after each.
-function run(m, tokens, at, cache, sublayers = null, trace = []) {
+// x after some sub-layers, for each token of a block; `trace` receives x before the first sub-layer
+// and after each.
+function states(m, tokens, at, cache, sublayers = null, trace = []) {
+  at.turns = turns(at.positions, m.freqs);
   let x = embed(m, tokens);
   trace.push(x);
   for (const i of sublayers ?? range(2 * m.L)) {
     x = sublayer(m, i, x, at, cache);
     trace.push(x);
   }
-  const logits = product(m.head, norm(x, m.tensors["model.norm.weight"].data, m.eps, m.offset));
+  return x;
+}
+
+// Run the model, or some of its sub-layers, over a block. Returns the logits (V) after each token.
+function run(m, tokens, at, cache, sublayers = null, trace = []) {
+  const x = states(m, tokens, at, cache, sublayers, trace);
+  const normed = norm(x, m.lastNorm.data, m.eps, m.offset);
+  const logits = product(m.head, normed).slice();
   if (m.lastCap !== null) logits.forEach((x, i) => { logits[i] = softcap(x, m.lastCap); });
   return tokens.map((_, t) => logits.subarray(t * m.V, (t + 1) * m.V));
+}
+
+// Fill the cache with a prompt, some tokens at a time.
+function read(m, tokens, cache) {
+  for (let first = 0; first < tokens.length; first += 32) {
+    const block = tokens.slice(first, first + 32);
+    states(m, block, span(first, block.length), cache);
+  }
 }
 
 // --- 7. Cache
 
 // It has no length: slot = position, and what lies after a token is hidden from it. So rolling back
-// is starting the next block earlier.
+// is starting the next block earlier, and a cache that another text has left needs no cleaning.
 function makeCache(m) {
-  const heads = () => range(m.Hkv).map(() => new Float32Array(m.context * m.D));
+  const slots = kernels ? kernels.keep : count => new Float32Array(count);
+  const heads = () => range(m.Hkv).map(() => slots((m.context + 4) * m.D));
   return range(m.L).map(() => ({ keys: heads(), values: heads() }));
 }
 
@@ -310,15 +367,19 @@ function makeCoins(seed) {
 }
 
 const oneHot = (token, V) => new Float64Array(V).fill(1, token, token + 1);
-const argmax = x => x.indexOf(x.reduce((a, b) => Math.max(a, b)));      // of equals the first
+function argmax(x) {
+  let best = 0;
+  for (let i = 1; i < x.length; i++) if (x[i] > x[best]) best = i;        // of equals the first
+  return best;
+}
 
 function toProbs(logits, { temperature, top_k, top_p, min_p }) {
   if (temperature === 0) return oneHot(argmax(logits), logits.length);
+  if (top_k === null && top_p === null && min_p === null) return softmax(logits, temperature);
   let order = range(logits.length);
-  if (top_k !== null || top_p !== null || min_p !== null)
-    order.sort((a, b) => logits[b] - logits[a] || a - b);   // of equal logits the lower id is first
+  order.sort((a, b) => logits[b] - logits[a] || a - b);     // of equal logits the lower id is first
   order = order.slice(0, top_k ?? logits.length);
-  const kept = softmax(order.map(t => logits[t] / temperature));
+  const kept = softmax(order.map(t => logits[t]), temperature);
   let before = 0;
   const stays = kept.map(chance => {
     const inside = top_p === null || top_p === 1 || before < top_p;
@@ -335,13 +396,18 @@ function toProbs(logits, { temperature, top_k, top_p, min_p }) {
 function choose(weights, u) {
   const edge = u * sum(weights);
   let running = 0;
-  return weights.findIndex(weight => (running += weight) > edge);
+  for (let i = 0; i < weights.length; i++) if ((running += weights[i]) > edge) return i;
+  return -1;
 }
 
 const firstFalse = passed => [...passed, false].indexOf(false);
 
 // What is left of p once the draft's share is taken away.
-const residual = (p, q) => p.map((x, t) => Math.max(x - q[t], 0));
+function residual(p, q) {
+  const rest = p.slice();
+  for (let t = 0; t < rest.length; t++) rest[t] = Math.max(rest[t] - q[t], 0);
+  return rest;
+}
 
 // p: K+1 rows, q: K rows. A token passes with probability min(1, p / q). After the first that does
 // not, the next one is drawn from the residual; after a whole draft there is no q: from p itself.
@@ -367,7 +433,7 @@ function lookup(text, n, most) {
 // A draft for each text. Returns {draft, q, parents} of each and the uniforms spent. The parent of
 // a token in a chain is the token before it; 0 is the last known one.
 function propose(m, r, texts, left, caches, coins) {
-  const { kind, gamma = 0, n, sublayers, widths } = r.drafter;
+  const { kind, gamma = 0, n, sublayers, widths, int8 } = r.drafter;
   const most = left.map(more => Math.max(0, Math.min(gamma, more - 1)));
   const drafts = texts.map(() => ({ draft: [], q: [], logits: [] }));
   const spent = [];
@@ -381,7 +447,8 @@ function propose(m, r, texts, left, caches, coins) {
     if (k >= most[b]) return;
     const known = texts[b];
     const at = span(known.length - 1 + k, 1);
-    const [logits] = run(m, [d.draft.at(-1) ?? known.at(-1)], at, caches[b], sublayers);
+    const drafts = int8 ? m.int8 : m;
+    const [logits] = run(drafts, [d.draft.at(-1) ?? known.at(-1)], at, caches[b], sublayers);
     d.logits.push(logits);
     d.q.push(toProbs(logits, r.sampling));
     d.draft.push(choose(d.q[k], u));
@@ -420,10 +487,10 @@ function upToEnd(fresh, eos) {
 // Yields what happened in each round. `rows` are the whole distributions, for a page to show.
 function* rounds(m, r) {
   const texts = r.prompts.map(prompt => [...prompt]);
+  const caches = r.caches ?? texts.map(() => makeCache(m));
   const left = texts.map(text => Math.min(r.max_new, m.context - text.length));
-  const caches = texts.map(() => makeCache(m));
   const coins = makeCoins(r.seed);
-  texts.forEach((text, b) => run(m, text, span(0, text.length), caches[b]));
+  texts.forEach((text, b) => read(m, text, caches[b]));
   for (let round = 0; Math.max(...left) > 0; round++) {
     const { drafts, spent } = propose(m, r, texts, left, caches, coins);
     const longest = Math.max(...drafts.map(d => d.draft.length));
@@ -452,11 +519,11 @@ function race(p, seed, position) {
 function raceText(m, r, prompt, seed) {
   const { kind, gamma = 0, n, sublayers } = r.drafter;
   const text = [...prompt];
-  const cache = makeCache(m);
+  const [cache] = r.caches ?? [makeCache(m)];
   const found = [];
   let left = Math.min(r.max_new, m.context - text.length);
   const winner = (logits, position) => race(toProbs(logits, r.sampling), seed, position);
-  run(m, text, span(0, text.length), cache);
+  read(m, text, cache);
   while (left > 0) {
     const first = text.length - 1;
     const most = Math.max(0, Math.min(gamma, left - 1));
@@ -550,9 +617,37 @@ function byteCharacters() {
   return range(256).map(b => String.fromCharCode(printable(b) ? b : others++));
 }
 
-function makeTokenizer({ model, added_tokens, post_processor }) {
+// Numbers, of which `pop` gives the least: a heap, in which none is less than the one at half its
+// place.
+function makeQueue() {
+  const heap = [null];
+  function push(x) {
+    let i = heap.push(x) - 1;
+    for (; i > 1 && heap[i >> 1] > x; i >>= 1) heap[i] = heap[i >> 1];
+    heap[i] = x;
+  }
+  function pop() {
+    if (heap.length < 3) return heap.splice(1)[0];
+    const least = heap[1];
+    const x = heap.pop();
+    let i = 1;
+    for (let child = 2; child < heap.length; child = 2 * i) {
+      if (heap[child + 1] < heap[child]) child++;
+      if (heap[child] >= x) break;
+      heap[i] = heap[child];
+      i = child;
+    }
+    heap[i] = x;
+    return least;
+  }
+  return { push, pop };
+}
+
+const PLACES = 2 ** 26;     // bytes of a word
+
+function makeTokenizer({ model, added_tokens, pre_tokenizer, post_processor }) {
   const characters = byteCharacters();
-  const bytes = new Map(characters.map((c, b) => [c, b]));
+  const byteOf = new Map(characters.map((c, b) => [c, b]));
   const special = new Map(added_tokens.map(({ content, id }) => [content, id]));
   const names = [];
   for (const [name, id] of Object.entries(model.vocab)) names[id] = name;
@@ -560,38 +655,155 @@ function makeTokenizer({ model, added_tokens, post_processor }) {
   const s = "\\p{White_Space}";
   const words = new RegExp("'(?:[sdmt]|ll|ve|re)| ?\\p{L}+| ?\\p{N}+"
     + `| ?[^${s}\\p{L}\\p{N}]+|${s}+(?![^${s}])|${s}+`, "gu");
+  const cutters = [pre_tokenizer?.pretokenizers ?? pre_tokenizer].flat();
+  if (cutters.some(cutter => !["ByteLevel", "Digits"].includes(cutter?.type)))
+    throw new Error("its tokenizer cuts texts into words in another way");
+  const digits = cutters.some(cutter => cutter.individual_digits) ? /(\p{N})/u : /(?!)/;
   const escaped = [...special.keys()].map(name => name.replace(/[^\w]/g, "\\$&"));
   const cuts = new RegExp(`(${escaped.join("|")})`);
   const template = post_processor?.single ?? [];      // it may put a begin-of-text id first
   const before = template.slice(0, template.findIndex(piece => piece.Sequence));
   const start = before.map(piece => special.get(piece.SpecialToken.id));
 
-  // The pair of parts that was merged first in training is merged first here, too.
+  // The pair of parts that was merged first in training is merged first here, too; of equal ones
+  // the first in the text. A part begins at its first byte, and `after` is where the next one does.
   function merge(word) {
     const parts = [...new TextEncoder().encode(word)].map(b => characters[b]);
-    const rank = i => ranks.get(`${parts[i]} ${parts[i + 1]}`) ?? Infinity;
-    while (parts.length > 1) {
-      const all = range(parts.length - 1).map(rank);
-      const best = Math.min(...all);
-      if (best === Infinity) break;
-      const i = all.indexOf(best);
-      parts.splice(i, 2, parts[i] + parts[i + 1]);
+    const after = range(parts.length, 1);
+    const before = range(parts.length, -1);
+    const queue = makeQueue();
+    const rank = i => after[i] < parts.length ? ranks.get(`${parts[i]} ${parts[after[i]]}`) : undefined;
+    const offer = i => { if (rank(i) !== undefined) queue.push(rank(i) * PLACES + i); };
+    parts.forEach((_, i) => offer(i));
+    for (let least; (least = queue.pop()) !== undefined;) {
+      const i = least % PLACES;
+      if (parts[i] === null || rank(i) !== (least - i) / PLACES) continue;    // no longer there
+      const next = after[i];
+      parts[i] += parts[next];
+      parts[next] = null;
+      after[i] = after[next];
+      before[after[i]] = i;
+      offer(i);
+      if (before[i] >= 0) offer(before[i]);
     }
-    return parts.map(part => model.vocab[part]);
+    return parts.filter(part => part !== null).map(part => model.vocab[part]);
   }
 
   function encode(text) {
     const pieces = special.size ? text.split(cuts) : [text];
     return start.concat(pieces.flatMap(piece =>
-      special.has(piece) ? special.get(piece) : (piece.match(words) ?? []).flatMap(merge)));
+      special.has(piece) ? special.get(piece)
+        : piece.split(digits).flatMap(part => (part.match(words) ?? []).flatMap(merge))));
+  }
+
+  const bytes = id => special.has(names[id]) ? new TextEncoder().encode(names[id])
+    : Uint8Array.from(names[id], c => byteOf.get(c));
+
+  // A function of one token after the other: the characters that are complete with it. A character
+  // may lie in several tokens.
+  function reader() {
+    const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+    return id => decoder.decode(bytes(id), { stream: true });
   }
 
   function decode(ids) {
-    const found = ids.flatMap(id => special.has(names[id])
-      ? [...new TextEncoder().encode(names[id])] : [...names[id]].map(c => bytes.get(c)));
-    return new TextDecoder().decode(new Uint8Array(found));
+    const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+    return ids.map(id => decoder.decode(bytes(id), { stream: true })).join("") + decoder.decode();
   }
-  return { encode, decode };
+  return { encode, decode, reader, bytes };
+}
+
+// --- Kernels: what kernels.wasm computes, and the memory in which it does
+
+// Nothing is freed there. What flows through a pass is written into a ring, over what was written
+// long before; tensors and caches are kept behind it.
+function makeKernels(bytes, megabytes) {
+  const memory = new WebAssembly.Memory({ initial: 16 * megabytes });
+  const wasm = new WebAssembly.Instance(new WebAssembly.Module(bytes), { env: { memory } }).exports;
+  const { buffer } = memory;
+  const RING = 2 ** 25;
+  let next = 0;
+  let end = RING;
+
+  function floats(count) {
+    const size = 4 * Math.ceil(count / 4) * 4;
+    if (next + size > RING) next = 0;
+    next += size;
+    return new Float32Array(buffer, next - size, count);
+  }
+
+  function keep(count, Kind = Float32Array) {
+    const first = end;
+    end += 16 * Math.ceil(count * Kind.BYTES_PER_ELEMENT / 16);
+    if (end > buffer.byteLength) throw new Error(`more than ${megabytes} MB are needed`);
+    return new Kind(buffer, first, count);
+  }
+
+  // The same numbers in this memory.
+  function here(x) {
+    if (x.buffer === buffer) return x;
+    const copy = floats(x.length);
+    copy.set(x);
+    return copy;
+  }
+
+  function kept(numbers) {
+    const copy = keep(numbers.length);
+    copy.set(numbers);
+    return copy;
+  }
+
+  // Four rows side by side, eight columns of each at a time. Matrices of other shapes stay. `wide`
+  // ones in int8 become float32, which takes more memory and less time.
+  function pack(tensor) {
+    const { shape: [rows, width], data, scale, wide } = tensor;
+    if (width === undefined) tensor.data = kept(data);
+    if (width === undefined || tensor.packed || rows % 4 || width % 64) return;
+    const packed = keep(data.length, wide ? Float32Array : data.constructor);
+    for (let n = 0, to = 0; n < rows; n += 4)
+      for (let column = 0; column < width; column += 8)
+        for (let row = n; row < n + 4; row++, to += 8) {
+          const from = row * width + column;
+          const factor = wide ? scale[row] : 1;
+          for (let i = 0; i < 8; i++) packed[to + i] = factor * data[from + i];
+        }
+    tensor.packed = packed.byteOffset;
+    if (scale) tensor.scale = kept(scale);
+  }
+
+  function product({ shape: [rows, width], packed, scale, wide, rounds }, x) {
+    const T = x.length / width;
+    const y = floats(T * rows);
+    let from = here(x).byteOffset;
+    const args = [packed, from, y.byteOffset, width, rows, T, scale?.byteOffset ?? 0];
+    if (rounds) {
+      args[1] = floats(T * (width / 2 + width / 64)).byteOffset;
+      wasm.round(from, args[1], width, T);
+    }
+    if (rounds) wasm.whole(...args);
+    else (scale && !wide ? wasm.codes : wasm.floats)(...args);
+    return y;
+  }
+
+  function gate(a, b) {
+    a = here(a);
+    wasm.gate(a.byteOffset, here(b).byteOffset, a.length);
+    return a;
+  }
+
+  // Each token of a chain sees the slots up to its own.
+  function attend(q, keys, values, slots, { H, Hkv, D, scale }) {
+    const y = floats(q.length);
+    const scores = floats(slots.at(-1) + 5).byteOffset;
+    const from = here(q).byteOffset;
+    for (let i = 0; i < slots.length * H; i++) {
+      const head = Math.floor(i % H / (H / Hkv));
+      wasm.attend(from + 4 * i * D, keys[head].byteOffset, values[head].byteOffset,
+                  y.byteOffset + 4 * i * D, slots[Math.floor(i / H)] + 1, D, scale, scores);
+    }
+    return y;
+  }
+  return { floats, keep, pack, product, gate, attend };
 }
 
 // --- A program: one case per line, one answer per line
@@ -633,7 +845,8 @@ function makeOps(load) {
       store(heads, new Float32Array(turned(data, m.Hkv, r.first, m.D)), range(r.first), m.D);
     if (r.past) fill(keys, r.past.k);
     if (r.past) fill(values, r.past.v);
-    const y = sublayer(m, r.sublayer, new Float32Array(r.x.data), span(r.first, T), cache);
+    const at = { ...span(r.first, T), turns: turns(range(T, r.first), m.freqs) };
+    const y = sublayer(m, r.sublayer, new Float32Array(r.x.data), at, cache);
     const written = heads => pack([m.Hkv, T, m.D],
       heads.flatMap(head => [...head.subarray(r.first * m.D, (r.first + T) * m.D)]));
     return { x: pack(r.x.shape, y), k: written(keys), v: written(values) };
@@ -663,7 +876,7 @@ function makeOps(load) {
     norm: r => ({ y: pack(r.x.shape, norm(r.x.data, r.weight.data, r.eps, r.offset)) }),
     frequencies: r => ({
       freqs: pack([r.head_dim / 2], frequencies(r.head_dim, r.theta, r.scaling)) }),
-    rotate: r => ({ y: pack(r.x.shape, rotate(r.x.data, r.positions, r.freqs.data)) }),
+    rotate: r => ({ y: pack(r.x.shape, rotate(r.x.data, turns(r.positions, r.freqs.data))) }),
     visible: r => ({ mask: visible(r.positions, r.slots, r.end, r.tree, r.window) }),
     softcap: r => ({ y: pack(r.x.shape, r.x.data.map(x => softcap(x, r.cap))) }),
     attend: attendHeads, sublayer: oneSublayer, forward, blocks,
@@ -683,6 +896,7 @@ function makeOps(load) {
 async function main() {
   const fs = require("fs");
   const models = {};
+  if (process.argv[2]) kernels = makeKernels(fs.readFileSync(process.argv[2]), 1024);
   const ops = makeOps(folder => models[folder] ??= makeModel(
     JSON.parse(fs.readFileSync(`${folder}/config.json`, "utf8")),
     readTensors(new Uint8Array(fs.readFileSync(`${folder}/model.safetensors`)).buffer)));
