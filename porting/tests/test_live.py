@@ -174,9 +174,9 @@ def test_it_writes_what_python_writes_with_both_drafts(page, browser):
         tested, tau = (float(numbers[i].split()[0]) for i in (0, 1))
         assert (0.9 if copy else 0.6) < tested <= 1 < tau < 4
         change(browser, temperature="0.8")
-        # The copy rounds what it multiplies. A number between two whole ones may fall either way, by
-        # the order of the sums before it, and so its q differs from Python's by a thousandth. At
-        # some token a coin falls between the two, and from there on both write other texts.
+        # The copy rounds what it multiplies. A number half-way between two whole ones falls by the
+        # order of the sums before it, so q differs from Python's by a thousandth. Some coin at last
+        # falls between the two, and from there on both write other texts.
         count = 24 if copy else MOST
         sampled = written(browser)[:count]
         assert sampled == ids_of_python(True, 0.8, blocks, 3, copy)[:count] != plain[:count]

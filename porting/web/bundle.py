@@ -31,9 +31,9 @@ def in_int8(tensors):
     stored = {}
     for name, tensor in tensors.items():
         if tensor.dim() == 2:
-            matrix = Int8(tensor.float())
-            stored[name] = matrix.codes[:, : matrix.columns].contiguous()
-            stored[f"{name}.scale"] = matrix.scale
+            codes, scale = Int8(tensor.float()).numbers()
+            stored[name] = codes.contiguous()
+            stored[f"{name}.scale"] = scale.flatten().contiguous()
         else:
             stored[name] = tensor.float()
     return stored

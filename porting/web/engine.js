@@ -777,7 +777,7 @@ function makeKernels(bytes, megabytes) {
     let from = here(x).byteOffset;
     const args = [packed, from, y.byteOffset, width, rows, T, scale?.byteOffset ?? 0];
     if (rounds) {
-      args[1] = floats(T * (width / 2 + width / 64)).byteOffset;
+      args[1] = floats(T * (width / 2 + width / 32)).byteOffset;
       wasm.round(from, args[1], width, T);
     }
     if (rounds) wasm.whole(...args);

@@ -67,7 +67,7 @@
         (br_if $rows (i32.lt_u (tee $y (i32.add $y 16)) $last)))))
 
   ;; x (T, width) -> whole numbers from -127 to 127, in int16, and behind each token's the scales of
-  ;; every 64 of them.
+  ;; every 32 of them.
   (func (export "round") (param $x i32) (param $to i32) (param $width i32) (param $T i32)
     (local $end i32) (local $scales i32) (local $i i32) (local $most v128) (local $scale f32)
     (local $by v128) (each h 2 (local $v{h} v128))
@@ -77,14 +77,14 @@
       (loop $groups
         (set $most (v128.const i32x4 0 0 0 0))
         (set $i (i32.const 0))
-        (loop $sixteen
+        (loop $four
           (set $most (f32x4.max $most (f32x4.abs (v128.load (i32.add $x $i)))))
-          (br_if $sixteen (i32.lt_u (tee $i (i32.add $i 16)) 256)))
+          (br_if $four (i32.lt_u (tee $i (i32.add $i 16)) 128)))
         (set $scale (f32.div (call $largest $most) (f32.const 127)))
         (f32.store $scales $scale)
         (set $scales (i32.add $scales 4))
         (set $by (f32x4.splat (f32.div (f32.const 1) (f32.max $scale (f32.const 1e-30)))))
-        (set $i (i32.add $x 256))
+        (set $i (i32.add $x 128))
         (loop $eight
           (each h 2 (set $v{h} (i32x4.trunc_sat_f32x4_s
             (f32x4.nearest (f32x4.mul $by (v128.load offset={16 * h} $x))))))
@@ -117,7 +117,7 @@
         (set $i $w)
         (loop $groups
           (each r 4 (set $d{r} (v128.const i32x4 0 0 0 0)))
-          (set $group (i32.add $i 256))
+          (set $group (i32.add $i 128))
           (loop $columns
             (each u 2
               (set $v (v128.load offset={16 * u} $from))
