@@ -100,10 +100,10 @@ def test_only_a_draft_rounds_x(kind):
     w = torch.eye(32)
     x = torch.full((1, 32), 0.1)
     x[0, 0] = 100.0
-    for rounds in (False, True):
+    for drafts in (False, True):
         q = kind(w)
-        q.rounds = rounds
-        assert (q.product(x)[0, 1] == 0) == rounds
+        q.rounds = drafts
+        assert (q.product(x)[0, 1] == 0) == drafts
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

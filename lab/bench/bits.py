@@ -1,5 +1,5 @@
-"""What few bits cost a target: how far its distributions are from those of the whole model, for each
-kind of weights and each form in which a product may take x."""
+"""What few bits cost a target: how far its distributions are from those of the whole model, for
+each kind of weights and each form in which a product may take x."""
 import copy
 from pathlib import Path
 

@@ -247,7 +247,7 @@ def check_texts(model, prompts, new, said):
     exit_layer = (L + 2) // 3
     drafters = {"plain": None, f"exit {exit_layer}": SelfDraft(model, early_exit(L, exit_layer), 3)}
     for name, drafter in drafters.items():
-        texts, _ = generate(model, prompts, new, drafter)
+        texts, _ = generate(model, prompts, new, drafter, eos=())
         parts = [parting(model, *row) for row in zip(prompts, texts, said["greedy"], strict=True)
                  if row[1] != row[2]]
         ours = "; ".join(f"parts at token {p['position']}, logits {p['gap']:.0e} apart"

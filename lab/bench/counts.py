@@ -54,7 +54,7 @@ def count(gpu, device, make, gamma):
     model, small = target(device), target(device)
     for m in (model, small):
         ignore_sublayers(gpu, m, device)
-    steps = rounds(model, [[1, 2, 3]], 100, make(model, small, gamma))
+    steps = rounds(model, [[1, 2, 3]], 100, make(model, small, gamma), eos=())
     for _ in range(12):     # by then the text repeats itself, so that there are n-grams
         next(steps)
     operations, waits = gpu.operations[device], len(gpu.waits)

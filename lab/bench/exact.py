@@ -32,12 +32,12 @@ def usual_coins(seeds):
 
 def write(model, prompts, new, coins, probs, draft=lambda: None):
     """The text of each prompt, written by itself. `coins` is Race or `usual_coins`."""
-    return [generate(model, [ids], new, draft(), probs, coins([seed]))[0][0]
+    return [generate(model, [ids], new, draft(), probs, coins([seed]), eos=())[0][0]
             for seed, ids in enumerate(prompts)]
 
 
 def in_a_batch(model, prompts, new, coins, probs):
-    return generate(model, prompts, new, None, probs, coins(range(len(prompts))))[0]
+    return generate(model, prompts, new, None, probs, coins(range(len(prompts))), eos=())[0]
 
 
 def on_one_thread(way, *args):

@@ -61,7 +61,7 @@ def rehearsed(model, prompt, new):
     """A function that continues the prompt and returns [its ids]. The model, a StandIn, gets ready
     now."""
     def write():
-        return generate(model, [prompt], new)[0]
+        return generate(model, [prompt], new, eos=())[0]
 
     rehearse(model, write)
     return write
@@ -78,7 +78,7 @@ def run_plain(a):
     recorded = rehearsed(fast(model), prompt, a.new)
     ways = {"transformers": lambda: their_text(theirs, ids, a.new)[0].tolist(),
             "transformers, compiled": compiled(theirs, prompt, a.new),
-            "ours": lambda: generate(model, [prompt], a.new)[0][0],
+            "ours": lambda: generate(model, [prompt], a.new, eos=())[0][0],
             "ours, fast": lambda: recorded()[0]}
     texts = {name: way() for name, way in ways.items()}
     seconds = interleave(ways, a.repeats or 5)

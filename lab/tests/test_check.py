@@ -118,8 +118,8 @@ def test_an_angle_that_is_misread_far_away_and_a_cache_that_errs_are_caught(aske
 def test_a_wrong_text_is_caught_and_a_tie_is_not(asked, monkeypatch):
     (folder, _, prompts, said), generate = asked["gemma"], check.generate
 
-    def lies(model, prompts, new, drafter=None):
-        (first, second), passes = generate(model, prompts, new, drafter)
+    def lies(model, prompts, new, drafter=None, eos=()):
+        (first, second), passes = generate(model, prompts, new, drafter, eos=eos)
         return [first, [*second[:-1], (second[-1] + isinstance(drafter, SelfDraft)) % 64]], passes
 
     monkeypatch.setattr(check, "generate", lies)
