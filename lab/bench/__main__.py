@@ -33,7 +33,7 @@ from support.files import check_writable, write_file
 MODEL = "model dtype device"
 COMMANDS = {    # (Namespace) -> (Markdown, data); the flags that it reads; their defaults
     "real": (real.run, f"{MODEL} new repeats quick fast prompts only draft draft-model heads "
-                       "dither gguf", {"new": 48, "quick": 1}),
+                       "dither quant gguf", {"new": 48, "quick": 1}),
     "check": (check.run, "model device new fast", {}),
     "costs": (passes.run_costs, f"{MODEL} repeats fast", {}),
     "plain": (passes.run_plain, f"{MODEL} new repeats", {}),
@@ -82,6 +82,7 @@ FLAGS = {
     "text": dict(metavar="FILE", required=True, help="a text to read"),
     "pieces": dict(type=at_least(1), default=16, metavar="N",
                    help="pieces of the text (default: %(default)s)"),
+    "quant": dict(choices=["int8", "int4"], help="quantise the target, as generate.py --quant"),
     "gguf": dict(metavar="FILE", help="for llama.cpp: --model in a GGUF file (default: SmolLM2)"),
     "out": dict(metavar="PATH", help="write PATH.json and PATH.md",
                 type=lambda path: re.sub(r"\.(json|md)$", "", path))}

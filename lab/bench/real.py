@@ -31,7 +31,7 @@ from lab.bench.shared import Sample, kinds_of, load, page, prompts_of, tables
 from layerskip import SelfDraft
 from machine.exact import fast
 from machine.fused import fuse
-from machine.quant import ROWS, SHARE, Int4, byte_costs
+from machine.quant import ROWS, SHARE, Int4, byte_costs, quantise, quantise_head
 from machine.standin import rehearse, replays
 from methods import heads
 from methods.block import verify_block
@@ -253,6 +253,9 @@ def opened(a, dtype):
     model, _ = load(a, dtype)
     if a.dither:
         dither(model)
+    if a.quant:     # as generate.py --quant has it
+        model = quantise(model, a.quant)
+        quantise_head(model)
     return model
 
 
@@ -296,4 +299,6 @@ def run(a):
             f"{'to the bit' if bits else 'in float64 on the first prompt of each kind'}", ""]
     if a.dither:
         head += ["The target's weights got noise as wide as a step of int4.", ""]
+    if a.quant:
+        head += [f"The target is quantised: {a.quant}, and its head int8.", ""]
     return page(head + tables(results, COLUMNS)), {"results": results}
