@@ -324,7 +324,10 @@ def quantise_head(model, source=None):
     An embedding stays as it is. In int4 a head may move the distributions further than all other
     matrices together (lab/BOOK.md)."""
     source = source or model
-    put(model, "head", Int8(source.tok if source.head is None else source.head))
+    w = source.tok if source.head is None else source.head
+    if isinstance(w, Matrix):
+        w = w.full(source.tok.dtype)
+    put(model, "head", Int8(w))
 
 
 def size(module):

@@ -284,3 +284,4 @@ def test_a_copy_keeps_a_head_in_int8_that_int4_would_spoil():
     twin = quant.draft_copy(m, "int4", ids)
     assert isinstance(twin.head, Int8) and twin.head.rounds
     assert isinstance(twin.blocks[0].mlp.down, Int4)
+    assert torch.equal(quant.draft_copy(twin, "int4", ids).head.tiles, twin.head.tiles)
