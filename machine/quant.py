@@ -322,7 +322,7 @@ def draft_copy(model, kind, ids):
 def quantise_head(model, source=None):
     """Replace the output head of a model by one in int8, of the `source` or of its own, in place.
     An embedding stays as it is. In int4 a head may move the distributions further than all other
-    matrices together (lab/BOOK.md)."""
+    matrices together (lab/BENCHMARKS.md)."""
     source = source or model
     w = source.tok if source.head is None else source.head
     if isinstance(w, Matrix):
