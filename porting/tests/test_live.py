@@ -201,7 +201,7 @@ def test_each_control_acts(page, browser):
     browser.run("$('cards').children[0].click()")
     assert "is at least 1, so any coin accepts it" in browser.run("$('why').textContent")
     head = browser.run("$('bars').rows[0].innerText").split()
-    assert head == "likeliest tokens p q max(p \u2212 q, 0)".split()
+    assert head == "likeliest tokens p q min(p, q) max(p \u2212 q, 0)".split()
     change(browser, gamma="0")
     assert written(browser, "step", "resting") == plain[:1]
     assert browser.run("story.v[0]") == 1
@@ -302,13 +302,19 @@ def test_a_bundle_that_is_cut_off_or_damaged_says_so(page, browser, tmp_path, da
     assert words in browser.run("$('status').textContent")
 
 
-def test_another_model_from_a_folder(page, browser):
+def test_another_model_from_a_folder(page, browser, tmp_path):
     if browser is None:
         return
     opened(browser, page.as_uri())
     root = browser.send("DOM.getDocument")["root"]["nodeId"]
     field = browser.send("DOM.querySelector", nodeId=root, selector="#folder")["nodeId"]
     folder = bundle.ROOT / "weights" / "stories-plain"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("no model")
+    browser.send("DOM.setFileInputFiles", nodeId=field, files=[str(tmp_path / "other")])
+    assert until(browser, "refused", "failed") == "refused"
+    assert "there is no config.json" in browser.run("$('status').textContent")
+    assert written(browser) == ids_of_python(True)      # with the model before
     browser.send("DOM.setFileInputFiles", nodeId=field, files=[str(folder)])
     blocks = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     wait(browser, f"L === {blocks} && document.body.dataset.state === 'ready'")
