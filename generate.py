@@ -17,7 +17,7 @@ if __name__ == "__main__":      # until the modules are loaded, Ctrl-C ends with
 import checkpoint
 from drafter import Drafter
 from layerskip import SelfDraft, early_exit
-from sampling import Coins, Race, row_seeds, to_probs
+from sampling import Coins, to_probs
 from speculative import check_prompts, rounds
 from support import cli, flags, report, show, stats
 from support.flags import Plan, Source, processes
@@ -95,7 +95,8 @@ def write(options, model, prompts, drafter, player=None):
     probs = partial(player.look if player else to_probs, **options.sampling())
     coins = player.coins if player else Coins(options.seed)
     if options.exact and options.temperature > 0:   # a greedy text does not depend on them
-        coins = Race(row_seeds(options.seed, len(prompts)))
+        exact = import_module("machine.exact")
+        coins = exact.Race(exact.row_seeds(options.seed, len(prompts)))
     if processes() > 1:
         coins = import_module("machine.parallel").Agreed(coins)
     rule = verify

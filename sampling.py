@@ -28,19 +28,54 @@ def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     check(temperature, top_k, top_p, min_p)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
-        return one_hot(logits.max(-1).indices, logits)
+        return one_hot(logits.argmax(-1), logits)
     # trap: subtract the maximum first, or a small temperature overflows; below 1e-38 it would be 0
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
+    p = logits.softmax(-1)
     if top_k is None and top_p in (None, 1) and min_p is None:
-        return logits.softmax(-1)
-    order = logits.sort(dim=-1, descending=True, stable=True)
-    ids = order.indices[..., :top_k]                                            # (..., k)
-    p = order.values[..., :top_k].softmax(-1)                                   # (..., k), falling
+        return p
+    ids = candidates(logits, p, top_k, top_p, min_p)                            # (C,)
+    order = logits.index_select(-1, ids).sort(dim=-1, descending=True, stable=True)
+    ids = ids.take(order.indices[..., :top_k])                                  # (..., k)
+    p = p.gather(-1, ids)                                                       # (..., k), falling
+    if top_k is not None:
+        p = scaled(p)
     if top_p not in (None, 1):  # trap: with top_p = 1 a rounded sum could still cut the tail
         p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0)
     if min_p is not None:
         p = p.masked_fill(p < min_p * p[..., :1], 0)
-    return torch.zeros_like(logits).scatter_(-1, ids, p / p.sum(-1, keepdim=True))
+    return torch.zeros_like(logits).scatter_(-1, ids, scaled(p))
+
+
+def candidates(logits, p, top_k, top_p, min_p):
+    """The ids (C,), rising, of all tokens that the cuts may leave in some row of p (..., V), the
+    softmax of the logits. Only these need to be sorted: to sort a whole vocabulary takes half as
+    long as a pass of a small model."""
+    V = p.shape[-1]
+    if top_k is not None:
+        stays = logits >= logits.topk(min(top_k, V)).values[..., -1:]
+    elif min_p is not None:
+        stays = p >= min_p * p.amax(-1, keepdim=True)
+    else:   # all tokens below this weigh less than half of 1 - top_p, and are not needed
+        stays = p >= (1 - top_p) / (2 * V)
+    return indices(stays)
+
+
+def indices(mask):
+    """The ids (C,), rising, of what is True in some row of mask (..., V). If there is none, as
+    beside NaN, and on a GPU, which would have to be waited for, these are all ids."""
+    V = mask.shape[-1]
+    ids = mask.nonzero()[:, -1] if not mask.is_cuda else ()
+    if not len(ids):
+        return torch.arange(V, device=mask.device)
+    return ids if mask.numel() == V else ids.unique()
+
+
+def scaled(p):
+    """p (..., n) divided by its sum."""
+    # trap: `sum` splits a long row among threads, and its order depends on n; a running sum has one
+    # order, so that a row has the same bits alone and among others
+    return p / p.cumsum(-1)[..., -1:]
 
 
 def one_hot(ids, like):
@@ -133,9 +168,10 @@ class Coins:
         return self.take(prob.numel(), prob.device).view(prob.shape) < prob
 
     def settle(self, p, position, offset=0):
-        """Turn p (B, T, V) into what tokens are drawn from. Plain coins return it unchanged. A
-        `Race` settles which token wins each position, and returns the winner's one-hot. Each row of
-        p describes the token after the one at position + offset (B or 1, T)."""
+        """Turn p (B, T, V) into what tokens are drawn from. These coins return it unchanged. A
+        `machine.exact.Race` settles which token wins each position, and returns the winner's
+        one-hot. Each row of p describes the token after the one at position + offset (B or 1, T).
+        """
         return p
 
     def choose(self, weights):
@@ -148,53 +184,3 @@ class Coins:
         # report
         ids = torch.searchsorted(cdf, u * total, right=True)
         return ids.clamp_(max=cdf.shape[-1] - 1)[..., 0]
-
-
-def row_seeds(seed, rows):
-    """A seed for each row of a batch. The first row has `seed` itself, so it writes what it would
-    write alone, and row b has number b of the seed's stream, times 2^53. (A `Race` of the first row
-    begins at number V, so the streams have nothing in common.)
-
-    >>> row_seeds(7, 3)
-    [7, 151215513962380, 8113330931062309]
-    """
-    return [seed, *(int(u * 2**53) for u in uniforms(seed, 1, rows - 1).tolist())]
-
-
-class Race(Coins):
-    """Coins that belong to positions. A token depends on the seed, its position and p, and on
-    nothing else.
-
-    The tokens of the vocabulary race for a position. Token v arrives after e_v / p_v, where e_v is
-    drawn from the exponential distribution Exp(1) by (seed, position, v). The first to arrive is
-    written, which is v with probability p_v. A draft runs the same race with its q. So p and q
-    become the one-hots of their winners, a drafted token is accepted if both name the same, and no
-    drafter can change a token. They agree with probability
-
-        sum over v of 1 / sum over w of max(p_w / p_v, q_w / q_v)
-
-    which is at least (1 - TV) / (1 + TV) and at most 1 - TV, the rate of `verify` for one token,
-    where TV is half the sum of |p - q| (Daliri, Musco and Suresh 2024, arXiv 2408.07978,
-    drafter-invariant decoding).
-
-    `seed` is a list with one seed for each row of a batch, as `row_seeds` makes it. If it is one
-    number, all rows run the same races, and equal prompts get equal texts.
-
-    >>> p = torch.tensor([[[0.5, 0.3, 0.2]]])
-    >>> [Race(seed).settle(p, torch.tensor([[7]])).argmax().item() for seed in (0, 1)]
-    [2, 1]
-    """
-
-    def __init__(self, seed=0):
-        seeds = [seed] if isinstance(seed, int) else seed
-        super().__init__(seeds[0])
-        self.seeds = torch.tensor([signed(one) for one in seeds])
-
-    def settle(self, p, position, offset=0):
-        V = p.shape[-1]
-        first = (position[..., None] + offset + 1) * V
-        number = first + torch.arange(V, device=p.device)                       # (B or 1, T, V)
-        u = uniform(self.seeds.to(p.device)[:, None, None], number)
-        arrives = u.neg_().log1p_().neg_() / p                                  # (B, T, V)
-        # trap: where both p and u are 0 it is NaN, which argmin takes for the least
-        return one_hot(arrives.nan_to_num_(nan=torch.inf).argmin(-1), p)

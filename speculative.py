@@ -20,10 +20,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import index
 
 import torch
-import torch.nn.functional as F
 
 from drafter import Draft, Drafter, Reuse
 from kvcache import KVCache, prefill
@@ -95,18 +95,18 @@ def commit(state, r, accepted, token, eos):
     what happened. Unless the drafter waits, this is the round's only synchronisation with the
     device."""
     K = r.draft.tokens.shape[1]
-    out = F.pad(r.draft.tokens, (0, 1)).scatter_(1, accepted[:, None], token[:, None])  # (B, K+1)
+    after = token[:, None]
+    out = torch.cat([r.draft.tokens, after], 1).scatter_(1, accepted[:, None], after)   # (B, K+1)
     state.tokens.scatter_(1, state.span(1, K + 2).slots, out)
-    sure = raw_probs(r.logits).gather(2, out[..., None])[..., 0]                # (B, K+1)
-    tokens, sure, accepted, offered = fetch(
-        out, sure, accepted[:, None], r.draft.length[:, None])
+    largest = r.logits.amax(-1)     # (B, K+1) infinite or NaN where no chance can be computed
+    tokens, largest, accepted, offered = fetch(
+        out, largest, accepted[:, None], r.draft.length[:, None])
 
     r.new = []
-    r.sure = []
     kept = []
     proposed = []
     for b, [count] in enumerate(accepted):
-        if math.isnan(sum(sure[b])):    # where one logit is NaN or infinite, all chances are NaN
+        if not math.isfinite(sum(largest[b])):
             raise Refused(f"the model's logits for row {b} are NaN or infinite: its weights are "
                           f"damaged, or {r.logits.dtype} is too narrow for them")
         new = until(eos, tokens[b][: count + 1]) if state.left[b] else []
@@ -115,7 +115,6 @@ def commit(state, r, accepted, token, eos):
         if eos.intersection(new):
             state.left[b] = 0
         r.new.append(new)
-        r.sure.append(sure[b][: len(new)])
         kept.append(min(count, len(new)))
         # what an end of text cut off was never tested
         proposed.append(offered[b][0] if len(new) > count else kept[b])
@@ -128,6 +127,8 @@ def commit(state, r, accepted, token, eos):
 def fetch(*tensors):
     """Copy tensors (B, n) to the host as lists, with one wait for the device instead of one for
     each tensor."""
+    if not tensors[0].is_cuda:
+        return [t.tolist() for t in tensors]
     # float32 and float64 hold every token id exactly, half precision would not
     together = torch.cat(tensors, 1).cpu()
     parts = together.split([t.shape[1] for t in tensors], 1)
@@ -260,12 +261,21 @@ class Round:
     gives the first four fields, and `commit` fills in the rest."""
     draft: Draft               # as verified: `length` leaves room for the token after the draft
     logits: torch.Tensor       # (B, K+1, V) after the soft-cap, before the temperature
-    p: torch.Tensor            # (B, K+1, V) what tokens are drawn from; one-hots under a `Race`
+    p: torch.Tensor            # (B, K+1, V) what tokens are drawn from; one-hots after a race
     trace: dict                # {tap: (B, K+1, dim)} the residual stream after each of `taps`
     accepted: torch.Tensor | None = None    # (B,) on the CPU; never more than len(new)
     proposed: torch.Tensor | None = None    # (B,) on the CPU; drafted tokens up to an end of text
     new: list[list[int]] | None = None      # tokens appended to each row, up to an end of text
-    sure: list[list[float]] | None = None   # the target's `raw_probs` of each new token
+
+    @cached_property
+    def sure(self) -> list[list[float]]:
+        """The target's `raw_probs` of each new token, computed when it is read."""
+        found = []
+        for logits, new in zip(self.logits, self.new, strict=True):
+            ids = torch.tensor(new, dtype=torch.long, device=logits.device)
+            chances = raw_probs(logits[: len(new)]).gather(1, ids[:, None])     # (len(new), 1)
+            found.append(chances[:, 0].tolist())
+        return found
 
 
 # --- what cannot be continued

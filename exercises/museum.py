@@ -151,7 +151,7 @@ def law_by_points(run, coins, points):
     found = {}
     for row in points:
         one = kind(*row)
-        one.noise = -(-row[-3:]).log1p()        # of a race of three tokens: see `sampling.Race`
+        one.noise = -(-row[-3:]).log1p()        # of three tokens: see `machine.exact.Race`
         one.seed = int(row[-4] * 2**40)
         text = run(one)
         found[text] = found.get(text, 0.0) + 1 / len(points)

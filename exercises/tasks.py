@@ -127,7 +127,7 @@ TASKS = [
     Task(18, "draft_cost, speed, break_even", "exercises/published.py",
          ("draft_cost", "speed", "break_even"), 4, 20, 2, tests(
         published="a_published_run drawn_runs")),
-    Task(19, "Race.settle", "sampling.py", ("Race.settle",), 5, 25, 2, tests(
+    Task(19, "Race.settle", "machine/exact.py", ("Race.settle",), 5, 25, 2, tests(
         by_hand="winners_of_a_race what_has_no_chance_never_wins",
         exact="the_law_of_a_race a_draft_by_the_model_itself_wins_every_race",
         answers="winners_of_a_race_share_what_has_one_row")),

@@ -19,6 +19,7 @@ from machine.recorded import Recorded
 from machine.standin import StandIn
 from machine.tapes import JoinedGraph
 from model import Placement, Refused
+from sampling import Coins, indices, one_hot, signed, uniform, uniforms
 
 ROWS = 8    # of every pass
 
@@ -107,3 +108,69 @@ def exactly(model, recorded=True):
         # a program of several sub-layers rounds differently where a pass goes on after an exit
         return Exact(Recorded(model, JoinedGraph, widths=(ROWS,)))
     return Exact(model)
+
+
+# --- random numbers that belong to positions
+
+
+def row_seeds(seed, rows):
+    """A seed for each row of a batch. The first row has `seed` itself, so it writes what it would
+    write alone, and row b has number b of the seed's stream, times 2^53. (A `Race` of the first row
+    begins at number V, so the streams have nothing in common.)
+
+    >>> row_seeds(7, 3)
+    [7, 151215513962380, 8113330931062309]
+    """
+    return [seed, *(int(u * 2**53) for u in uniforms(seed, 1, rows - 1).tolist())]
+
+
+class Race(Coins):
+    """Coins that belong to positions. A token depends on the seed, its position and p, and on
+    nothing else.
+
+    The tokens of the vocabulary race for a position. Token v arrives after e_v / p_v, where e_v is
+    drawn from the exponential distribution Exp(1) by (seed, position, v). The first to arrive is
+    written, which is v with probability p_v. A draft runs the same race with its q. So p and q
+    become the one-hots of their winners, a drafted token is accepted if both name the same, and no
+    drafter can change a token. They agree with probability
+
+        sum over v of 1 / sum over w of max(p_w / p_v, q_w / q_v)
+
+    which is at least (1 - TV) / (1 + TV) and at most 1 - TV, the rate of `verify` for one token,
+    where TV is half the sum of |p - q| (Daliri, Musco and Suresh 2024, arXiv 2408.07978,
+    drafter-invariant decoding).
+
+    `seed` is a list with one seed for each row of a batch, as `row_seeds` makes it. If it is one
+    number, all rows run the same races, and equal prompts get equal texts.
+
+    >>> p = torch.tensor([[[0.5, 0.3, 0.2]]])
+    >>> [Race(seed).settle(p, torch.tensor([[7]])).argmax().item() for seed in (0, 1)]
+    [2, 1]
+    """
+
+    def __init__(self, seed=0):
+        seeds = [seed] if isinstance(seed, int) else seed
+        super().__init__(seeds[0])
+        self.seeds = torch.tensor([signed(one) for one in seeds])
+
+    def settle(self, p, position, offset=0):
+        V = p.shape[-1]
+        ids = runners(p)                                                        # (C,)
+        first = (position[..., None] + offset + 1) * V
+        u = uniform(self.seeds.to(p.device)[:, None, None], first + ids)        # (B, T, C)
+        arrives = u.neg_().log1p_().neg_() / p.index_select(-1, ids)
+        # trap: where both p and u are 0 it is NaN, which argmin takes for the least
+        return one_hot(ids.take(arrives.nan_to_num_(nan=torch.inf).argmin(-1)), p)
+
+    def choose(self, weights):
+        """The winners. After `settle`, nothing is left to chance, and no uniform is spent."""
+        return weights.argmax(-1)
+
+
+def runners(p):
+    """The ids (C,), rising, of the tokens that race: where top-k, top-p or min-p leave few of p
+    (B, T, V), those that have a chance in some row, and otherwise all."""
+    chance = p > 0
+    if not p.is_cuda and chance.sum() > p.shape[-1] // 8:
+        return torch.arange(p.shape[-1])
+    return indices(chance)

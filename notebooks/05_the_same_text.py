@@ -269,7 +269,7 @@ assert set(shares.values()) == {1.0}, "made exact"
 # **Predict:** which of them keep all eight texts, greedily and at temperature 0.8?
 
 # %%
-from sampling import Race
+from machine.exact import Race
 
 openings = [checkpoint.encode(tokenizer, line["prompt"], c.bos)[:24]
             for line in read_prompts("stories")[:8]]

@@ -11,9 +11,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from machine.exact import Race  # noqa: E402
 from methods.block import verify_block  # noqa: E402
 from methods.trees import verify_tree  # noqa: E402
-from sampling import Coins, Race, one_hot  # noqa: E402
+from sampling import Coins, one_hot  # noqa: E402
 from verification import verify  # noqa: E402
 
 RULES = {

@@ -19,12 +19,13 @@ from checkpoint import parts, read_config
 from drafter import Drafter
 from kvcache import KVCache
 from layerskip import SelfDraft
+from machine.exact import Race
 from methods.lookup import NGram
 from methods.trees import Siblings, Tree, ancestors, verify_tree
 from methods.wrapper import Wrapper
 from model import Attention, Config, RMSNorm, Transformer
 from porting.check import ROOT, fingerprint
-from sampling import Coins, Race, to_probs
+from sampling import Coins, to_probs
 from speculative import State
 
 RANKS = 4  # top tokens that must be clearly apart: siblings take the second and the third

@@ -12,8 +12,9 @@ from tiny import GEMMA, LLAMA, Fixed, wide
 
 from control import best_along, best_gamma, expected_tokens, expected_tokens_along
 from kvcache import KVCache
+from machine.exact import Race
 from model import Attention, Placement, RMSNorm, frequencies, rope
-from sampling import Coins, Race, signed, to_probs, uniform
+from sampling import Coins, signed, to_probs, uniform
 
 # --- from logits to probabilities
 
@@ -209,10 +210,27 @@ def test_what_has_no_chance_never_wins():
     race = Race(signed(-17 * 0x9E3779B97F4A7C15 % 2**64))
 
     def winners(settle):
-        return settle(race, wide([[[0.0, 0.0, 1.0, 0.0]]]), torch.tensor([[3]]))
+        return settle(race, wide([[[0.0, 0.0, 1.0, 0.0]], [[0.25] * 4]]), torch.tensor([[3]]))
 
-    compare(winners(Race.settle), [[[0, 0, 1, 0]]], Mistakes("Race.settle", winners),
-            "p = 0 0 1 0, and u of token 0 is 0")
+    compare(winners(Race.settle), [[[0, 0, 1, 0]], [[1, 0, 0, 0]]],
+            Mistakes("Race.settle", winners),
+            "p = 0 0 1 0 and four times .25, and u of token 0 is 0")
+
+
+def test_the_winners_of_few_tokens_are_those_of_the_whole_vocabulary():
+    """Where a cut leaves few, only these race, with the numbers that they have among all."""
+    p = torch.zeros(2, 3, 1000).double()
+    chances = {(0, 0): [7, 999], (0, 1): [0, 8, 500], (0, 2): [3], (1, 0): [8, 9], (1, 2): [0, 5]}
+    for (b, t), ids in chances.items():
+        p[b, t, ids] = 1 / len(ids)
+    p[1, 1] = 1 / 1000
+    position = torch.tensor([[4, 5, 6], [90, 91, 92]])
+    for places in ([0, 2], [0, 1, 2]):      # in the second case one row has all of them
+        few, at = p[:, places], position[:, places]
+        got = Race([3, -8]).settle(few, at)
+        everyone = few.clamp(min=1e-30)     # which wins once in 10^30 races
+        compare(got, Race([3, -8]).settle(everyone, at), {},
+                f"two to three tokens of 1,000 at the places {at.tolist()}, seeds 3 and -8")
 
 
 # --- what drafting is worth

@@ -10,7 +10,7 @@ from tiny import LIVELY, PROMPTS, Unsure, each_family, make, small
 from drafter import ModelDraft
 from kvcache import KVCache
 from layerskip import SelfDraft, without
-from machine.exact import Exact, exactly
+from machine.exact import Exact, Race, exactly
 from machine.few import FewRows
 from machine.quant import quantise
 from machine.recorded import Recorded
@@ -20,7 +20,7 @@ from methods.block import verify_block
 from methods.heads import Eagle, Kangaroo
 from methods.lookup import NGram, Suffix
 from methods.trees import Siblings
-from sampling import Race, to_probs
+from sampling import to_probs
 from speculative import rounds
 from verification import verify
 

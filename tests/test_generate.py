@@ -17,10 +17,10 @@ import checkpoint
 import generate
 from control import MOST
 from machine import exact
+from machine.exact import row_seeds
 from machine.quant import KINDS
 from machine.recorded import Recorded
 from machine.tapes import Tape
-from sampling import row_seeds
 from speculative import generate as write
 from support import compare
 

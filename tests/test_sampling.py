@@ -103,6 +103,68 @@ def test_each_row_stands_for_itself():
             1e-5)
 
 
+def sorted_probs(logits, temperature, top_k=None, top_p=None, min_p=None):
+    """`to_probs` of one row by sorting all of it."""
+    order = (logits / temperature).sort(descending=True, stable=True)
+    p = order.values[:top_k].softmax(0)
+    if top_p is not None:
+        p[p.cumsum(0) - p >= top_p] = 0
+    if min_p is not None:
+        p[p < min_p * p[0]] = 0
+    return torch.zeros_like(logits).scatter_(0, order.indices[:top_k], p / p.sum())
+
+
+CUTS = [dict(top_k=20), dict(top_k=1000), dict(top_p=0.95), dict(top_p=0.999), dict(min_p=0.01),
+        dict(top_k=20, top_p=0.8), dict(top_p=0.9, min_p=0.001),
+        dict(top_k=50, top_p=0.95, min_p=0.02)]
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 2.0, 9.0])
+def test_only_what_may_stay_is_sorted(scale):
+    """From equal logits to a single likely token. As in bfloat16, many are equal, also at a cut."""
+    logits = (some_logits(3, 30_000) * scale).bfloat16().double()
+    for settings in CUTS:
+        got = to_probs(logits, 0.7, **settings)
+        want = torch.stack([sorted_probs(row, 0.7, **settings) for row in logits])
+        others = ((got > 0) != (want > 0)).sum(-1).tolist()
+        promise(not any(others), f"logits times {scale}, {settings}",
+                "the tokens that a sort of all would leave", f"{others} others")
+        compare(got, want, {}, f"logits times {scale}, {settings}")
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("V", [1000, 32_768, 49_152, 151_936, 262_144])
+def test_a_row_has_the_same_bits_alone_and_among_others(V, threads):
+    """Sums over 32,768 numbers and more are split among threads if there is only one row."""
+    logits = (some_logits(4, V) * 3).bfloat16()
+    logits[1] *= 3      # few candidates among many
+    for settings in ({}, *CUTS):
+        threads(1)
+        p = to_probs(logits, 0.8, **settings)
+        for count in (1, 2):
+            threads(count)
+            again = to_probs(logits, 0.8, **settings)
+            alone = torch.stack([to_probs(row, 0.8, **settings) for row in logits])
+            block = to_probs(logits[:, None], 0.8, **settings)[:, 0]
+            assert p.equal(again) and p.equal(alone) and p.equal(block), (settings, count)
+
+
+@pytest.mark.parametrize("settings", [{}, *CUTS], ids=str)
+def test_nan_stays_nan_in_its_row(settings):
+    """The loop reports it, and other rows know nothing."""
+    logits = some_logits(3, 50)
+    logits[1, 7] = math.nan
+    p = to_probs(logits, 1.0, **settings)
+    assert p[1].isnan().any() and p[[0, 2]].equal(to_probs(logits[[0, 2]], 1.0, **settings))
+    assert to_probs(logits[1], 1.0, **settings).isnan().any()
+
+
 @pytest.mark.parametrize("name, values", {
     "temperature": [-1.0, -1e-9, math.inf, math.nan], "top_k": [0, -3, 1.5, 2.0, math.nan],
     "top_p": [0.0, 1.0001, math.nan], "min_p": [0.0, 1.0001, math.nan]}.items(), ids=str)

@@ -190,8 +190,7 @@ def make_round(new, accepted, proposed, tokens=None, q=None, vocab=9):
     tokens = torch.tensor(tokens) if tokens else torch.zeros(B, K, dtype=torch.long)
     p = torch.full((B, K + 1, vocab), 1 / vocab)
     accepted, proposed = torch.tensor(accepted), torch.tensor(proposed)
-    sure = [[1 / vocab] * len(row) for row in new]
-    return Round(Draft(tokens, q, proposed), p.log(), p, {}, accepted, proposed, new, sure)
+    return Round(Draft(tokens, q, proposed), p.log(), p, {}, accepted, proposed, new)
 
 
 def play(model, tokenizer, prompt, max_new, drafter=None, probs=to_probs, seed=0, eos=()):

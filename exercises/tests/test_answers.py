@@ -16,8 +16,9 @@ from test_model import some_x
 from test_sampling import from_p, some_logits
 from tiny import LLAMA, Fixed, wide
 
+from machine.exact import Race
 from model import RMSNorm, frequencies, rope, rotate, softcap
-from sampling import Coins, Race
+from sampling import Coins
 from search import climb
 from support.stats import Counts
 

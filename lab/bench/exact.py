@@ -12,12 +12,12 @@ from tqdm import tqdm
 
 from lab.bench.shared import load, page, prompts_of, table
 from layerskip import SelfDraft, early_exit
-from machine.exact import exactly, fast
+from machine.exact import Race, exactly, fast
 from machine.quant import quantise
 from machine.standin import alongside
 from methods.lookup import Suffix
 from methods.pace import COPY
-from sampling import Coins, Race, to_probs
+from sampling import Coins, to_probs
 from speculative import generate
 from support.auto import trained_beside
 from support.measure import interleave

@@ -347,9 +347,11 @@ def test_the_gate_drafts_after_a_last_token_that_the_target_was_sure_of():
     rule, state, written = Gate(4), short_texts(3), outcome((4, 1), None, (0, 0))
     rule.begin(state)
     assert rule.how_far(state) == [4, 4, 4], "the target has not judged the prompt"
-    rule.learn(state, replace(written, sure=[[1.0, 0.5 - 1e-9], [], [0.5 - 1e-9]]))
+    written.sure = [[1.0, 0.5 - 1e-9], [], [0.5 - 1e-9]]
+    rule.learn(state, written)
     assert rule.how_far(state) == [0, 4, 0], "a row that has ended keeps what was known"
-    rule.learn(state, replace(written, sure=[[0.0, 0.5], [], [0.5]]))
+    written.sure = [[0.0, 0.5], [], [0.5]]
+    rule.learn(state, written)
     assert rule.how_far(state) == [4, 4, 4]
 
 
