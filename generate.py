@@ -125,7 +125,7 @@ def complete(options):
     player = None
     if options.page:
         player = import_module("support.page").Player(tokenizer, prompts[0], options.seed)
-    seen = show.Generation(tokenizer, prompts, stats.Timed(plan.make()))
+    seen = show.Generation(tokenizer, prompts, stats.Timed(plan.make(), options.compare))
     live = len(prompts) == 1 and not options.json
     colour = show.colours(sys.stdout)
     if live and not options.chat:

@@ -306,10 +306,13 @@ def draw_plane(side, alphas, costs):
 
 
 def record(model, tokenizer, prompts, max_new, drafter):
-    """A whole run, timed, as a show.Generation. All but the tokenizer are arguments of `rounds`."""
+    """A whole run, timed, as a show.Generation, and each row's `Round.sure`. All but the tokenizer
+    are arguments of `rounds`."""
     seen = Generation(tokenizer, prompts, Timed(drafter))
-    for _ in seen.watch(rounds(model, prompts, max_new, seen.timed)):
-        pass
+    seen.sure = [[] for _ in prompts]
+    for _, r in seen.watch(rounds(model, prompts, max_new, seen.timed)):
+        for row, sure in zip(seen.sure, r.sure, strict=True):
+            row += sure
     return seen
 
 
@@ -325,14 +328,14 @@ def span(text, origin=None, title=""):
 
 
 def text_html(seen):
-    """A show.Generation: legend, texts and summary. A token's tooltip has its origin, its id and
-    the target's own raw probability of it."""
+    """What `record` returns: legend, texts and summary. A token's tooltip has its origin, its id
+    and the target's own raw probability of it."""
     blocks = [" ".join(span(name, origin) for origin, (*_, name) in STYLES.items())]
-    for prompt, row in zip(seen.prompts, seen.rows, strict=True):
+    for prompt, row, sure in zip(seen.prompts, seen.rows, seen.sure, strict=True):
         block = span(prompt)
-        for t in row:
+        for t, p in zip(row, sure, strict=True):
             if t.text:
-                title = f"{t.origin}, id {t.id}, target's raw probability {t.p:.3g}"
+                title = f"{t.origin}, id {t.id}, target's raw probability {p:.3g}"
                 block += span(t.text, t.origin, title)
         blocks.append(block)
     style = "white-space:pre-wrap;word-break:normal;line-height:1.9;background:none;color:inherit"

@@ -57,11 +57,13 @@ def paint(pieces, colour=True):
 
 class Stream:
     """Turns token ids into text, each piece as soon as its characters are complete. Part of a
-    character decodes to U+FFFD, which is held back while it is at the end of the text."""
+    character decodes to U+FFFD, which is held back while it is at the end of the text.
+
+    Only the ids since the last token that was complete by itself are decoded again."""
 
     def __init__(self, tokenizer, ids):
         self.decode = tokenizer.decode
-        self.ids = list(ids)
+        self.ids = list(ids)    # at first the prompt
         self.text = self.decode(self.ids)
         if self.text.endswith("\ufffd") and not spelt_out(tokenizer, self.ids):
             self.text = self.text.rstrip("\ufffd")
@@ -71,8 +73,14 @@ class Stream:
         """The text that this token completes, which may include bytes of earlier tokens, or be
         nothing yet."""
         self.ids.append(token)
-        # trap: decoded alone, a token can lose its leading space
-        return self.read(self.decode(self.ids).rstrip("\ufffd"))
+        whole = self.decode(self.ids)
+        piece = self.read(whole.rstrip("\ufffd"))
+        alone = self.decode([token])
+        if piece and alone and whole.endswith(alone) and "\ufffd" not in alone:
+            # trap: decoded alone, the next token would lose its leading space, so this one stays
+            self.ids = [token]
+            self.shown = len(alone)
+        return piece
 
     def rest(self):
         """What was held back. Call it after the last token."""
@@ -95,8 +103,6 @@ def spelt_out(tokenizer, ids):
 class Token:
     id: int
     origin: str  # a key of STYLES
-    # the target's own raw probability of it: softmax of the logits, before temperature and cuts
-    p: float
     text: str    # what it completed, or "" if it is special or its character needs more bytes
 
 
@@ -125,10 +131,10 @@ class Generation:
 
     def add(self, r):
         self.counts.add(r)
-        for b, (new, sure) in enumerate(zip(r.new, r.sure, strict=True)):
-            for token, p, origin in zip(new, sure, origins(r, b), strict=True):
+        for b, new in enumerate(r.new):
+            for token, origin in zip(new, origins(r, b), strict=True):
                 text = self.streams[b].push(token)
-                self.rows[b].append(Token(token, origin, p, text))
+                self.rows[b].append(Token(token, origin, text))
                 self.unseen[b].append((text, origin))
 
     def close(self):
@@ -163,7 +169,7 @@ class Generation:
             lines.append(f"{n.accepted} of {n.proposed} drafted tokens accepted "
                          f"({n.accepted / n.proposed:.0%}), {n.alpha:.0%} of the first ones "
                          "(alpha)")
-        if self.timed and n.proposed:
+        if self.timed and self.timed.waits and n.proposed:
             total = sum(self.timed.seconds.values())
             parts = [f"{part} {s / total:.0%}" for part, s in self.timed.seconds.items()]
             lines.append(f"time: {', '.join(parts)}")

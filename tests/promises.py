@@ -41,6 +41,18 @@ def cut(rows, eos, count):
             for row in rows]
 
 
+class Turns(Wrapper):
+    """The drafters in turn, a round each."""
+
+    def begin(self, state, trace):
+        super().begin(state, trace)
+        self.round = 0
+
+    def propose(self, state):
+        self.round += 1
+        return self.drafters[self.round % len(self.drafters)].propose(state)
+
+
 class Watched(Wrapper):
     """Shows each draft, and the state in which it was drafted, to `look`."""
 

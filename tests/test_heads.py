@@ -5,7 +5,7 @@ from dataclasses import replace
 import promises
 import pytest
 import torch
-from promises import compared
+from promises import Turns, compared
 from test_trees import drafts
 from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, read, warm
 
@@ -21,7 +21,6 @@ from methods import heads
 from methods.heads import Eagle, ExitBlock, Kangaroo, Medusa, Prophet
 from methods.lookup import NGram
 from methods.trees import Siblings
-from methods.wrapper import Wrapper
 from sampling import Coins
 from speculative import generate, rounds
 
@@ -33,18 +32,6 @@ def wild(head, size=0.3):
         middle = 0 if p.dim() > 1 else 1 - head.model.c.norm_offset
         p.data.copy_(middle + size * torch.randn(p.shape, generator=g, dtype=torch.float64))
     return head
-
-
-class Turns(Wrapper):
-    """The drafters in turn, a round each."""
-
-    def begin(self, state, trace):
-        super().begin(state, trace)
-        self.round = 0
-
-    def propose(self, state):
-        self.round += 1
-        return self.drafters[self.round % len(self.drafters)].propose(state)
 
 
 GROVE = [0, 0, 1, 1, 2, 3, 3, 5, 6]   # families of two, and four levels

@@ -90,11 +90,7 @@ def test_streamed_text_is_the_decoded_text(size):
 def test_a_shown_character_is_not_shown_again():
     """trap: in Llama 1 and 2 a run of bytes that is not valid yet decodes to one U+FFFD for each of
     them, and the second snowman's first bytes make the first one unreadable for a while."""
-    vocab = {"<unk>": 0, "\u2581a": 1, "!": 2, "\u2581": 3}
-    vocab |= {f"<0x{i:02X}>": 10 + i for i in range(256)}
-    t = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
-    t.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(),
-                                   decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    t = llama_2()
     snow = [10 + byte for byte in "\u2603".encode()]
     ids = [1, *snow, *snow, 1, 3, 1, *snow, 2]
     for cut in range(len(ids)):
@@ -102,6 +98,61 @@ def test_a_shown_character_is_not_shown_again():
         pieces = [stream.push(i) for i in ids[cut:]]
         assert stream.text + "".join(pieces) + stream.rest() == "a\u2603\u2603 a  a\u2603!"
         assert not any("\ufffd" in piece for piece in pieces)
+
+
+def llama_2():
+    """A tokenizer of words with leading spaces and of bytes, of which a run is decoded together."""
+    vocab = {"<unk>": 0, "\u2581a": 1, "!": 2, "\u2581": 3}
+    vocab |= {f"<0x{i:02X}>": 10 + i for i in range(256)}
+    t = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    t.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(),
+                                   decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return t
+
+
+def pieces_of_all(t, ids, cut):
+    """What `Stream` returns, by decoding all ids for each token."""
+    pieces, shown = [], len(t.decode(ids[:cut]))
+    for n in range(cut + 1, len(ids) + 1):
+        whole = t.decode(ids[:n]).rstrip("\ufffd")
+        pieces.append(whole[shown:])
+        shown = max(shown, len(whole))
+    return pieces, t.decode(ids)[shown:]
+
+
+SNOW = [10 + byte for byte in "\u2603".encode()]
+
+
+@given(st.lists(st.sampled_from([[1], [2], [3], SNOW, [10 + 10]]), min_size=1, max_size=12),
+       st.integers(1, 12), st.integers(0, 2))
+def test_pieces_are_those_of_the_whole_text(units, cut, half):
+    """Words, spaces, newlines and letters of three bytes, and perhaps a part of one at the end."""
+    t, ids = llama_2(), [i for unit in units for i in unit] + [2] + SNOW[:half]
+    cut = len([i for unit in units[:cut] for i in unit])
+    stream = Stream(t, ids[:cut])
+    assert ([stream.push(i) for i in ids[cut:]], stream.rest()) == pieces_of_all(t, ids, cut)
+
+
+@given(st.lists(st.integers(0, 4095), min_size=1, max_size=30))
+def test_pieces_of_any_ids_are_those_of_the_whole_text(ids):
+    stream = Stream(STORIES, ids[:1])
+    if stream.text == STORIES.decode(ids[:1]):      # else it is part of a character
+        got = [stream.push(i) for i in ids[1:]]
+        assert (got, stream.rest()) == pieces_of_all(STORIES, ids, 1)
+
+
+def test_a_long_text_is_not_decoded_again_for_each_token():
+    ids = STORIES.encode("Once upon a time there was a little girl. " * 20).ids
+    stream, decoded = Stream(STORIES, ids[:100]), []
+
+    def decode(some):
+        decoded.append(len(some))
+        return STORIES.decode(some)
+
+    stream.decode = decode
+    for i in ids[100:]:
+        stream.push(i)
+    assert max(decoded[1:]) < 10, "only the prompt is long"
 
 
 @given(st.text(st.characters(codec=None), max_size=20))

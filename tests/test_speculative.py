@@ -10,7 +10,7 @@ import promises
 import pytest
 import torch
 from expected import byte_tokenizer
-from promises import reader
+from promises import Turns, reader
 from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, read, small
 
 from control import Confidence
@@ -97,6 +97,9 @@ def test_what_is_shared_is_handed_over_and_not_run_again(models, monkeypatch, su
 
 test_drafts_are_right = promises.right_drafts({     # of SelfDraft: test_layerskip.py
     "model": lambda m, far: reader(small(m), dice(ends=False), far),
+    # whatever is accepted in between, it has not read it
+    "model in turns": lambda m, far: Turns(
+        reader(small(m), dice(ends=False), far), NGram(4, 1), SelfDraft(m, range(12), 2)),
     # a draft model behind which others went on has also read their tokens
     "model, model": lambda m, far: Then(
         reader(small(m), dice(ends=False), far), ModelDraft(m, dice(ends=False)))})

@@ -54,6 +54,10 @@ def test_the_parts_of_a_round_add_up_and_the_prompt_does_not_count(monkeypatch):
     assert list(start(timed)) and timed.reading == 100
     assert timed.seconds == {"draft": 16, "verify": 14, "loop": 22}
     assert waits == ["cuda:0"] * (1 + 1 + 4 * 2), "once for a prompt, four times per timed round"
+    waits.clear()
+    alone = Timed(slow, waits=False)
+    assert list(start(alone)) and sum(alone.seconds.values()) == 52
+    assert waits == ["cuda:0"], "where the parts are not asked for, nothing waits for the device"
 
 
 # --- where two texts part

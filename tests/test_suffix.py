@@ -1,11 +1,13 @@
 """Suffix decoding: which continuation is copied, and how far; and what every drafter promises."""
+import random
+
 import promises
 import pytest
-from tiny import TINY
+from tiny import TINY, make_round, state_of
 
 from lab.then import Then
 from layerskip import SelfDraft
-from methods.lookup import Suffix
+from methods.lookup import NGram, Suffix
 from speculative import rounds
 
 DRAFTERS = {"suffix": lambda m: Suffix(4), "exit, then suffix": lambda m: Then(
@@ -46,3 +48,20 @@ def test_each_row_knows_only_itself(models):
     assert (drafts(models["llama"], drafter, [[1, 2, 3, 4], [1, 2, 5, 6], [3, 1, 2, 3]])
             == [[], [], [1, 2]])
     assert drafter.matched == [0, 0, 1]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_ngrams_are_those_that_a_search_finds(n):
+    """However the text grows, every n-gram but the last is known, with what followed it last."""
+    g, drafter = random.Random(n), NGram(4, n)
+    state = state_of([[0, 1, 0], [2]], [99, 99])
+    drafter.begin(state, {})
+    for _ in range(40):
+        new = [[g.randrange(3) for _ in range(g.randrange(4))] for _ in state.known]
+        for text, more in zip(state.known, new, strict=True):
+            text += more
+        drafter.observe(state, make_round(new, [0, 0], [0, 0]))
+        for text, hit in zip(state.known, drafter.found(state), strict=True):
+            starts = [i for i in range(len(text) - n) if text[i : i + n] == text[-n:]]
+            want = text[starts[-1] + n :][:4] if starts and len(text) >= n else []
+            assert hit == want, text
