@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from kvcache import KVCache, pick
+from kvcache import new_cache, pick
 from model import SPARE, Placement, Refused, Transformer
 
 
@@ -171,8 +171,7 @@ class Follower:
         self.state = state
         self.stop = stop
         self.sublayers = sublayers
-        dtype = model.attention_dtype()
-        self.cache = KVCache(model.c, *state.tokens.shape, dtype, state.tokens.device)
+        self.cache = new_cache(model, *state.tokens.shape)
         self.filled = [0] * len(state.known)
 
     @property

@@ -12,6 +12,8 @@ different rates for free, because a slot after the text is dead, and every mask 
 overwritten. One invariant makes this work: before a layer runs a block, its cache holds every
 earlier slot.
 """
+from functools import partial
+
 import torch
 
 from model import Placement
@@ -52,6 +54,14 @@ class KVCache:
             source = src[None, :, None, :, None].expand(shape)
             target = dst[None, :, None, :, None].expand(shape)
             t.scatter_(3, target, t.gather(3, source))
+
+
+def new_cache(model, batch, slots):
+    """A cache for this number of texts and slots. A model may hand out one again that is no longer
+    in use, with whatever it holds, or one with more slots."""
+    make = partial(
+        KVCache, model.c, batch, slots, model.attention_dtype(), model.tok.device)
+    return model.cache(make, batch, slots)
 
 
 def pick(x, index):

@@ -281,6 +281,10 @@ class Transformer(nn.Module):
         # trap: the original rounds the scale to the type of the weights (59.75, not 59.87)
         return x * torch.tensor(self.c.embed_scale, dtype=x.dtype).item()
 
+    def cache(self, make, batch, slots):
+        """make(), a new cache of this size; see `kvcache.new_cache`."""
+        return make()
+
     def attention_dtype(self):
         """The dtype of attention and of the cache. On the CPU half precision becomes float32,
         because a product of two half-precision matrices has no fast path there, and the rotation

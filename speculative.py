@@ -26,7 +26,7 @@ from operator import index
 import torch
 
 from drafter import Draft, Drafter, Reuse
-from kvcache import KVCache, prefill
+from kvcache import KVCache, new_cache, prefill
 from model import SPARE, Placement, Refused, Transformer
 from sampling import Coins, raw_probs, to_probs
 from verification import verify
@@ -196,7 +196,7 @@ class State:
         S = max(lengths, default=0) + SPARE
         device = model.tok.device
         if cache is None:
-            cache = KVCache(model.c, len(known), S, model.attention_dtype(), device)
+            cache = new_cache(model, len(known), S)
         _, rows, _, slots, _ = cache.k.shape
         if rows != len(known) or slots < S:
             raise Refused(f"a cache of {rows} rows and {slots} slots, but {len(known)} and {S} "

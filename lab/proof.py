@@ -36,8 +36,8 @@ from layerskip import SelfDraft, early_exit
 from machine.exact import Exact
 from machine.kept import hardware
 from machine.quant import KINDS, Int4, quantise
-from machine.recorded import Recorded
-from machine.tapes import Graph, JoinedGraph, Program, Tape
+from machine.recorded import Recorded, Session
+from machine.tapes import graph, joined, simulated, whole
 from machine.tolerance import distance
 from methods.lookup import NGram
 from model import Refused
@@ -171,8 +171,8 @@ def shape(a, page, name, c, read):
         rate = new / interleave({"": write}, 1 if a.tiny else 3)[""]
         return {"tokens/s": rate, "of what memory allows": rate * bytes_read / read, **more}
 
-    def stand_in(widths, tape=JoinedGraph):
-        return Recorded(model, tape if on_gpu else Tape, widths)
+    def stand_in(widths, way=joined):
+        return Recorded(model, Session([way if on_gpu else simulated]), widths)
 
     def recorded(one):
         start = time.perf_counter()
@@ -197,10 +197,10 @@ def shape(a, page, name, c, read):
     def quantised(kind):
         return ratio(step(fast.alongside(quantise(model, kind)), 1, 64))
 
-    ways = {"": lambda: stand_in((1,)), ", kernels not joined": lambda: stand_in((1,), Graph),
+    ways = {"": lambda: stand_in((1,)), ", kernels not joined": lambda: stand_in((1,), graph),
             ", passes of 8": lambda: stand_in((8,)), ", exact": lambda: Exact(stand_in((8,)))}
     if L <= 16:     # a program of more takes too long to compile here
-        ways[", one program"] = lambda: stand_in((1,), Program)
+        ways[", one program"] = lambda: stand_in((1,), whole)
     page.row(f"{name}, plain, eager", lambda: speed(eager))
     for words, make in ways.items():
         page.row(f"{name}, plain, recorded{words}", lambda make=make: recorded(make()))
@@ -251,7 +251,8 @@ def four_bits(a, N, K):
     found = {}
     for rows in 1, 8:
         x = torch.randn(rows, K, dtype=torch.bfloat16, device=a.device)
-        tapes = {name: (Graph if on_gpu else Tape)(f, None, [x], []) for name, f in forms.items()}
+        way = graph if on_gpu else simulated
+        tapes = {name: way(f, None, [x], [], Session()) for name, f in forms.items()}
         ways = {name: partial(tape, [x]) for name, tape in tapes.items()}
         times = interleave(ways, 2 if a.tiny else 10)
         found[f"time, {rows} rows"] = times["int4"] / times["bfloat16"]

@@ -15,9 +15,9 @@ import torch
 from machine.blocks import pad, widen
 from machine.few import FewRows
 from machine.fused import fuse
-from machine.recorded import Recorded
+from machine.recorded import Recorded, Session
 from machine.standin import StandIn
-from machine.tapes import JoinedGraph
+from machine.tapes import graph, joined
 from model import Placement, Refused
 from sampling import Coins, indices, one_hot, signed, uniform, uniforms
 
@@ -96,7 +96,9 @@ def part(cache, b):
 
 def fast(model):
     """The model in fast passes, which are recorded on a GPU and in C++ on a CPU."""
-    return Recorded(model) if model.tok.is_cuda else FewRows(fuse(model))
+    if model.tok.is_cuda:
+        return Recorded(model, Session())
+    return FewRows(fuse(model))
 
 
 def exactly(model, recorded=True):
@@ -106,7 +108,7 @@ def exactly(model, recorded=True):
         return stand_in
     if recorded and model.tok.is_cuda:
         # a program of several sub-layers rounds differently where a pass goes on after an exit
-        return Exact(Recorded(model, JoinedGraph, widths=(ROWS,)))
+        return Exact(Recorded(model, Session((joined, graph)), widths=(ROWS,)))
     return Exact(model)
 
 

@@ -1,45 +1,26 @@
-"""Recordings of a pass, which are CUDA graphs or simulated ones for tests, and the memory of the
-caches whose addresses a graph holds.
-"""
-import math
-import time
+"""Ways to record a pass. Each is a function way(f, model, inputs, fixed, session), which returns a
+recording of f(model, *inputs, *fixed): a function of inputs that replays it."""
 from functools import partial
-from weakref import WeakSet, ref
 
 import torch
 
 from machine.blocks import Piece, compiled, single
 
-PATIENCE = 60   # seconds that a process may compile whole passes
-
 
 class Tape:
-    """A simulated recording of f(model, *inputs, *fixed). Each replay runs f again, but on its own
-    buffers, to which the inputs are copied, and into memory that the next replay of any tape
-    overwrites, like graphs that share memory. The `fixed` tensors are not copied."""
-    plainer = None      # the class that records what this one cannot
-    made = WeakSet()
+    """A simulated recording. Each replay runs f again, but on its own buffers, to which the inputs
+    are copied, and into memory that the next replay overwrites. `fixed` tensors are not copied."""
 
-    def __init__(self, f, model, inputs, fixed):
+    def __init__(self, f, inputs, fixed):
+        self.f = f
         self.inputs = [x.clone() for x in inputs]
         self.fixed = fixed              # trap: what it reads must outlive it
-        self.f = self.prepare(f, model)
-        self.record()
-
-    def prepare(self, f, model):
-        """What is recorded, a function of the inputs and the fixed tensors."""
-        return partial(f, model)
+        self.output = self.compute()
 
     def compute(self):
         return self.f(*self.inputs, *self.fixed)
 
-    def record(self):
-        self.output = self.compute()
-        Tape.made.add(self)
-
     def replay(self):
-        for tape in Tape.made:
-            tape.output.fill_(math.nan)
         self.output.copy_(self.compute())
 
     def __call__(self, inputs):
@@ -50,65 +31,44 @@ class Tape:
 
 
 class Graph(Tape):
-    """A CUDA graph. All of them share one pool of scratch memory, as only one runs at a time."""
-    pool = None
-    newest = None   # trap: a pool whose graphs have all been deleted accepts no other
+    """A CUDA graph."""
 
-    def record(self):
-        Graph.pool = Graph.pool or torch.cuda.graph_pool_handle()
-        self.compute()          # compiles what is to be compiled
+    def __init__(self, f, inputs, fixed, session):
+        super().__init__(f, inputs, fixed)      # compiles what is to be compiled
+        session.pool = session.pool or torch.cuda.graph_pool_handle()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=Graph.pool):     # records launches, computes nothing
+        with torch.cuda.graph(self.graph, pool=session.pool):   # records, computes nothing
             self.output = self.compute()
-        Graph.newest = self.graph
+        session.newest = self.graph
 
     def replay(self):
         self.graph.replay()
 
 
-class JoinedGraph(Graph):
+# --- the ways
+
+
+def simulated(f, model, inputs, fixed, session):
+    """For tests."""
+    return Tape(partial(f, model), inputs, fixed)
+
+
+def graph(f, model, inputs, fixed, session):
+    """A graph of the kernels as they are."""
+    return Graph(partial(f, model), inputs, fixed, session)
+
+
+def joined(f, model, inputs, fixed, session):
     """A graph whose small kernels are joined within each sub-layer."""
-    plainer = Graph
-
-    def prepare(self, f, model):
-        if isinstance(f, Piece):
-            return partial(f.joined, compiled(single), model)
-        return super().prepare(f, model)
+    if isinstance(f, Piece):
+        f = partial(f.joined, compiled(single))
+    return Graph(partial(f, model), inputs, fixed, session)
 
 
-class Program(JoinedGraph):
+def whole(f, model, inputs, fixed, session):
     """A graph of one compiled program for the whole pass, whose kernels are joined even across
     sub-layers, so that it rounds like no other pass. Every sub-layer takes a second or so to
-    compile. Once the patience is at an end, kernels are joined within each sub-layer only."""
-    plainer = JoinedGraph
-    spent = 0.0     # seconds, in this process
-
-    def prepare(self, f, model):
-        if isinstance(f, Piece) and Program.spent < PATIENCE:
-            return partial(f.whole, compiled(Piece.__call__), model)
-        return super().prepare(f, model)
-
-    def record(self):
-        start = time.monotonic()
-        super().record()
-        Program.spent += time.monotonic() - start
-
-
-class Home:
-    """The memory of a cache, and the recordings that hold its addresses."""
-
-    def __init__(self, cache):
-        self.cache = ref(cache)
-        self.memory = cache.k, cache.v
-        self.tapes = {}
-
-    def move_in(self, cache):
-        """Give the cache this memory, and a copy of it to the one that was here, if that is still
-        in use."""
-        before = self.cache()
-        if before is not None:
-            before.use(*(t.clone() for t in self.memory))
-        for here, there in zip(self.memory, (cache.k, cache.v), strict=True):
-            here.copy_(there)
-        cache.use(*self.memory)
-        self.cache = ref(cache)
+    compile."""
+    if isinstance(f, Piece):
+        f = partial(f.whole, compiled(Piece.__call__))
+    return Graph(partial(f, model), inputs, fixed, session)

@@ -3,7 +3,7 @@ model."""
 import torch
 
 from drafter import chain
-from kvcache import KVCache
+from kvcache import new_cache
 from methods.base import Head, HeadDraft, Price, graft, unit
 from model import Placement
 
@@ -44,8 +44,7 @@ class ProphetDraft(HeadDraft):
 
     def begin(self, state, trace):
         super().begin(state, trace)
-        own = self.head.own
-        self.cache = KVCache(own.c, *state.tokens.shape, own.attention_dtype(), state.n.device)
+        self.cache = new_cache(self.head.own, *state.tokens.shape)
 
     def propose(self, state):
         own = self.head.own

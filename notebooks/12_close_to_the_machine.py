@@ -287,19 +287,21 @@ assert max(always_right) < 1, "where T rows cost T, every draft is a loss"
 #
 # A GPU needs another remedy. There a library multiplies few rows well, but each kernel must be
 # launched. A *CUDA graph* is a stored list of kernels with a single launch: the pass is *recorded*
-# once and replayed from then on. We use a simulation of it, `Tape`, which is made for tests: it
-# runs everything again, but in memory of its own, so that whatever would break a graph also breaks
-# the simulation. `Recorded` stands in for the model, and the loop does not notice.
+# once and replayed from then on. We use a simulation of it, `simulated`, which is made for tests:
+# it runs everything again, but in memory of its own, so that whatever would break a graph also
+# breaks the simulation. `Recorded` stands in for the model, and the loop does not notice. It
+# records passes in a rehearsal only.
 
 # %%
 from layerskip import SelfDraft, early_exit
-from machine.recorded import Recorded
-from machine.tapes import Tape
+from machine.recorded import Recorded, Session
+from machine.tapes import Tape, simulated
 
-recorded = Recorded(model, tape=Tape, widths=(1, 2, 4))
+recorded = Recorded(model, Session([simulated]), widths=(1, 2, 4))
 exit_subs = early_exit(L, max(1, L // 4))
-texts = [generate(one, [prompt], 24, SelfDraft(one, exit_subs, 3))[0][0]
-         for one in (model, recorded)]
+write = lambda one: generate(one, [prompt], 24, SelfDraft(one, exit_subs, 3))[0][0]
+recorded.rehearse(lambda: write(recorded))
+texts = [write(model), write(recorded)]
 assert texts[0] == texts[1]
 print(tokenizer.decode(texts[1]))
 
@@ -358,8 +360,12 @@ class Miscompiled(Tape):
 
 def by_wrong_program(width, say=lambda message: None):
     """A text of passes over blocks of `width` tokens: 1 for plain decoding."""
-    one = Recorded(model, tape=Miscompiled, widths=(width,), say=say)
+    def miscompiled(f, model, inputs, fixed, session):
+        return Miscompiled(partial(f, model), inputs, fixed)
+
+    one = Recorded(model, Session([miscompiled], say), widths=(width,))
     drafter = SelfDraft(one, exit_subs, 3) if width > 1 else None
+    one.rehearse(lambda: generate(one, [prompt], 32, drafter))
     return generate(one, [prompt], 32, drafter)[0][0]
 
 

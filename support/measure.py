@@ -17,7 +17,7 @@ import torch
 from checkpoint import guarded, read_json
 from control import MOST, Costs
 from drafter import Draft, Drafter
-from kvcache import KVCache
+from kvcache import new_cache
 from machine.kept import cache_file, identity, keep
 from machine.standin import bare, rehearse
 from methods.pace import OVERHEAD, Pace
@@ -61,7 +61,7 @@ def measure_costs(model, repeats=50, limit=math.inf):
     unbounded = 2 * (model.c.n_layers > 1)      # an attention without a window, if there is one
     eager = bare(model)
     device = model.tok.device
-    cache = KVCache(model.c, 1, far + MOST + 1, model.attention_dtype(), device)
+    cache = new_cache(model, 1, far + MOST + 1)
     text = torch.arange(CONTEXT + MOST + 1, device=device)[None] % model.c.vocab_size
     eager.run(eager.embed(text[:, :CONTEXT]), Placement.span(0, CONTEXT, device), cache)
     tokens = text[:, CONTEXT:]
@@ -135,7 +135,7 @@ def measure_arms(model, arms, costs, repeats=5):
     takes to ask its rule after a token}, in plain rounds, by the clock. All of it is measured in
     whole rounds, with drafts of one and of up to four tokens."""
     ids = [i % model.c.vocab_size for i in range(16)]
-    cache = KVCache(model.c, 1, 96 + SPARE, model.attention_dtype(), model.tok.device)
+    cache = new_cache(model, 1, 96 + SPARE)
 
     def rounds_of(drafter):
         return partial(next, rounds(model, [ids], 80, drafter, cache=cache))
@@ -178,7 +178,7 @@ def measure_step(model, twin, context=CONTEXT):
     it after `context` others."""
     def step(m):
         device = m.tok.device
-        cache = KVCache(m.c, 1, context + 8, m.attention_dtype(), device)
+        cache = new_cache(m, 1, context + 8)
         at = Placement.span(context, context + 1, device)
         token = torch.zeros(1, 1, dtype=torch.long, device=device)
         return lambda: m.unembed(m.run(m.embed(token), at, cache))

@@ -1,6 +1,7 @@
 """On a GPU `auto` does no harm: with a simulated one, whose clock charges for
 what the host does."""
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -9,7 +10,7 @@ from tiny import LLAMA, PROMPTS, make
 
 from layerskip import SelfDraft, early_exit
 from machine.blocks import Piece
-from machine.recorded import Recorded
+from machine.recorded import Recorded, Session
 from machine.tapes import Tape
 from methods.arms import candidates
 from methods.pace import Pace
@@ -36,16 +37,15 @@ def world(damp):
 def test_auto_is_never_far_below_the_best(damp, T, monkeypatch):
     monkeypatch.setattr(measure, "CONTEXT", 16)
     with Clock() as clock:
-        class Timed(Tape):
+        def timed(f, model, inputs, fixed, session):
             """A graph takes as long as its sub-layers."""
-            def prepare(self, f, model):
-                self.micros = len(f.sublayers) * SUBLAYER if isinstance(f, Piece) else HEAD
-                return super().prepare(f, model)
+            micros = len(f.sublayers) * SUBLAYER if isinstance(f, Piece) else HEAD
+            tape = Tape(partial(f, model), inputs, fixed)
+            replay = tape.replay
+            tape.replay = lambda: clock.replay(replay, micros)
+            return tape
 
-            def replay(self):
-                clock.replay(super().replay, self.micros)
-
-        m = Recorded(world(damp), Timed, say=pytest.fail)
+        m = Recorded(world(damp), Session([timed], pytest.fail))
         costs = measure_costs(m, repeats=3)
         table = measure_arms(m, candidates(m, costs), costs)
 
@@ -59,7 +59,7 @@ def test_auto_is_never_far_below_the_best(damp, T, monkeypatch):
 
         ways = {"plain": lambda: None, "auto": auto}
         ways |= {g: lambda g=g: SelfDraft(m, early_exit(6, 1), g) for g in (2, 4)}
-        parts = [arm.alone(2) for arm in candidates(m, costs)]     # as support/drafts.py does
+        parts = [arm.alone(2) for arm in candidates(m, costs)]     # as support/auto.py does
         m.rehearse(lambda: [written(drafter, 4) for drafter in (None, auto(), *parts)])
         found = {}
         for name, way in ways.items():

@@ -8,14 +8,14 @@ from teach import compare, promise, short
 from tiny import LIVELY, PROMPTS, Unsure, each_family, make, small
 
 from drafter import ModelDraft
-from kvcache import KVCache
+from kvcache import new_cache
 from layerskip import SelfDraft, without
 from machine.exact import Exact, Race, exactly
 from machine.few import FewRows
 from machine.quant import quantise
-from machine.recorded import Recorded
+from machine.recorded import Recorded, Session
 from machine.standin import StandIn
-from machine.tapes import Tape
+from machine.tapes import simulated
 from methods.block import verify_block
 from methods.heads import Eagle, Kangaroo
 from methods.lookup import NGram, Suffix
@@ -43,7 +43,7 @@ def warm(logits):
 def write(model, prompts, drafter=None, probs=to_probs, seeds=SEEDS, eos=(), slots=60,
           judge=verify):
     """[(ids, their rows of logits)] of each prompt, in a cache of 60 slots."""
-    cache = KVCache(model.c, len(prompts), slots, model.attention_dtype())
+    cache = new_cache(model, len(prompts), slots)
     found = [([], []) for _ in prompts]
     for _, r in rounds(model, prompts, 12, drafter, probs, Race(seeds), eos, cache, judge):
         for b, (ids, logits) in enumerate(found):
@@ -152,11 +152,13 @@ def test_near_the_end_of_the_context(mode, family, dtype):
                          indirect=["dtype"], ids=str)
 def test_recorded_passes_are_exact_too(family, dtype):
     m = make(LIVELY[family]).to(dtype)
-    fast = Exact(Recorded(m, Tape, widths=(8,), say=pytest.fail))
+    recorded = Recorded(m, Session([simulated], pytest.fail), widths=(8,))
+    fast = Exact(recorded)
+    recorded.session.open = True
     plain = write(fast, PROMPTS, probs=warm)
     assert fast.replays()
     for name in ("half a block", "eagle"):
-        for _ in range(2):      # recorded, replayed
+        for recorded.session.open in (True, False):     # recorded, replayed
             assert same(plain, write(fast, PROMPTS, WAYS[name](fast), warm)), name
 
 

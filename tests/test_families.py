@@ -3,7 +3,7 @@ every kind of draft writes the text of an oracle. (Their logits are those of `tr
 test_checkpoint.py.)"""
 import pytest
 from test_heads import wild
-from tiny import PROMPTS, QWEN, make, oracle, small
+from tiny import PROMPTS, QWEN, make, opened, oracle, small
 
 from drafter import ModelDraft
 from layerskip import SelfDraft, without
@@ -12,7 +12,6 @@ from machine.few import FewRows
 from machine.quant import quantise
 from machine.recorded import Recorded
 from machine.standin import bare
-from machine.tapes import Tape
 from methods.heads import Eagle, Kangaroo, Medusa
 from methods.lookup import NGram
 from methods.trees import Siblings
@@ -32,7 +31,7 @@ WAYS = {
     "exact": lambda m: Exact(m),
     "in C++": lambda m: FewRows(m.float()),
     "int8": lambda m: quantise(m, "int8"),
-    "recorded": lambda m: Recorded(m, Tape, widths=(1, 2, 4, 8), say=pytest.fail)}
+    "recorded": lambda m: Recorded(m, opened(), widths=(1, 2, 4, 8))}
 
 
 @pytest.mark.parametrize("way", WAYS)

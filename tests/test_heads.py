@@ -7,7 +7,19 @@ import pytest
 import torch
 from promises import Turns, compared
 from test_trees import drafts
-from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, read, warm
+from tiny import (
+    LIVELY,
+    PROMPTS,
+    TINY,
+    TINY_GEMMA,
+    Says,
+    Unsure,
+    each_family,
+    make,
+    opened,
+    read,
+    warm,
+)
 
 from control import Confidence
 from drafter import Drafter, ModelDraft
@@ -16,7 +28,6 @@ from lab.then import Then
 from layerskip import SelfDraft, without
 from machine.quant import quantise
 from machine.recorded import Recorded
-from machine.tapes import Tape
 from methods import heads
 from methods.heads import Eagle, ExitBlock, Kangaroo, Medusa, Prophet
 from methods.lookup import NGram
@@ -67,11 +78,11 @@ test_exact_law = promises.exact_law({
 
 def test_a_head_drafts_for_stand_ins_too(models):
     """Models whose passes are recorded, and quantised models."""
-    fast = Recorded(models["llama"], Tape)
+    fast = Recorded(models["llama"], opened())
     for m in (fast, quantise(models["llama"])):
         assert promises.write(m, DRAFTERS["kangaroo"](m), 12) == promises.write(m, None, 12)
-    *_, (state, _) = rounds(fast, PROMPTS[:1], 12, DRAFTERS["kangaroo"](fast))
-    seen = {key.piece.sublayers for key in fast.home(state.cache).tapes}
+    generate(fast, PROMPTS[:1], 12, DRAFTERS["kangaroo"](fast))
+    seen = {key.piece.sublayers for key in fast.tapes if key.piece}
     assert seen >= {tuple(range(4)), tuple(range(4, 12))}, (
         "the exit, and the rest of a pass that is traced")
 
@@ -189,7 +200,7 @@ def test_a_head_is_saved_and_loaded(tmp_path, models, name):
     before, after = saved.weights.state_dict(), twin.weights.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    fast, ids = Recorded(models["gemma2"], Tape), [4, 9, 0, 2, 16, 3]
+    fast, ids = Recorded(models["gemma2"], opened()), [4, 9, 0, 2, 16, 3]
     (tmp_path / "draft_vocab.json").write_text(json.dumps({"ids": ids}))
     head = heads.load(tmp_path, fast)
     assert head.price.output == len(ids) / fast.c.vocab_size
@@ -199,7 +210,7 @@ def test_a_head_is_saved_and_loaded(tmp_path, models, name):
         assert r.draft.q is None or r.draft.q[0, 0].nonzero()[:, 0].tolist() == sorted(ids), (
             "and no others")
     own = head.own and head.own.model       # what the ShortHead stands for
-    assert own is None or isinstance(own, Recorded) and own.lead is fast, (
+    assert own is None or isinstance(own, Recorded) and own.session is fast.session, (
         "they are rehearsed together")
 
 

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from drafter import Draft, Rule
 from kvcache import KVCache, prefill
+from machine.recorded import Session
+from machine.tapes import simulated
 from model import Config, Placement, Transformer
 from sampling import Coins, to_probs
 from speculative import Round, State, rounds
@@ -169,6 +171,13 @@ def plant(parents, law_at, coins):
         tokens.append(int(coins.choose(q[-1])))
         way.append((*way[parent], tokens[-1]))
     return tokens, q, way
+
+
+def opened(say=pytest.fail):
+    """A Session of simulated recordings, in which whatever is new is recorded."""
+    session = Session([simulated], say)
+    session.open = True
+    return session
 
 
 def tree(folder):

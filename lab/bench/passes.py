@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import checkpoint
 from control import weight_costs
-from kvcache import KVCache
+from kvcache import new_cache
 from lab.bench.shared import figures, load, page, table
 from machine.exact import fast
 from machine.quant import KINDS, size
@@ -186,10 +186,15 @@ def run_costs(a):
 
 
 def step(model, T, at, sublayers=None):
-    """A pass over T tokens after `at` others, with positions as the loop gives them on this
-    device."""
+    """A pass over T tokens after `at` others, with positions as the loop gives them on this device.
+    A recorded model has recorded it."""
     device = model.tok.device
     here = Placement.span(at, at + T, device)._replace(same=device.type == "cpu")
-    cache = KVCache(model.c, 1, at + T, model.attention_dtype(), device)
+    cache = new_cache(model, 1, at + T)
     tokens = torch.full((1, T), 5, device=device)
-    return lambda: model.unembed(model.run(model.embed(tokens), here, cache, sublayers))
+
+    def act():
+        return model.unembed(model.run(model.embed(tokens), here, cache, sublayers))
+
+    rehearse(model, act)
+    return act
