@@ -249,7 +249,7 @@ def read_config(folder):
     check_no_eagle(folder, given)
     eos = read_eos(folder, given)
     with guarded(path):     # a value of an unexpected type fails somewhere below
-        c = families.read(given, eos)
+        c = families.config(given, eos)
         beyond = [i for i in eos if not 0 <= i < c.vocab_size]
         if beyond:      # an answer would never end there
             raise Refused(f"eos_token_id {beyond[0]} is no id: they run from 0 to "

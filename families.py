@@ -11,7 +11,7 @@ SCALINGS = {    # of the rotation: what each kind needs
 OFF = "quantization_config", "mlp_bias", "use_bidirectional_attention"
 
 
-def read(given, eos):
+def config(given, eos):
     """The Config that the content of config.json describes. Raises Refused, which names the key,
     for a setting that is not supported."""
     family = given.get("model_type")

@@ -55,7 +55,7 @@ def save(model, folder, tokenizer, texts=()):
 
 
 def write_config(c, dtype):
-    """The content of config.json, as the inverse of `families.read`, without the special ids."""
+    """The content of config.json, as the inverse of `families.config`, without the special ids."""
     family = "llama"
     if c.post_norm:
         family = "gemma2"

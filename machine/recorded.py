@@ -116,7 +116,7 @@ class Recorded(StandIn):
         piece = Piece(tuple(sublayers), traced, at.tree is None)
         states = None
         if sublayers and self.takes(T, at, cache):
-            states = self.states(piece, x, at, cache)
+            states = self.replayed(piece, x, at, cache)
         if states is None:
             return self.model.run(x, at, cache, sublayers, trace)
         for i, state in zip(traced, states, strict=False):
@@ -133,7 +133,7 @@ class Recorded(StandIn):
         # first is 0 in a prompt, which is read once
         return not at.same or at.first > 0 and at.end + W - T <= cache.k.shape[3]
 
-    def states(self, piece, x, at, cache):
+    def replayed(self, piece, x, at, cache):
         """What `piece` returns for x, replayed, or None if it runs eagerly."""
         B, T, _ = x.shape
         W = self.width(T)

@@ -73,7 +73,7 @@ class Head:
     branches = False    # whether any node of its trees may have children, or only first children
     ranks = ()          # the chance that the model's greedy token is its first, second, ... choice
 
-    def state(self, trace):
+    def tapped(self, trace):
         """What it reads of a trace. (B, T, taps * dim)"""
         return torch.cat([trace[tap] for tap in self.taps], -1)
 
@@ -115,14 +115,14 @@ class Notes:
     def __init__(self, head, state, trace):
         same_model(head.model, state)
         self.head = head
-        x = head.state(trace)                                                   # (B, T, taps * dim)
+        x = head.tapped(trace)                                                   # (B, T, taps * dim)
         B, T, dim = x.shape
         self.rows = torch.arange(B, device=x.device)[:, None]                   # (B, 1)
         self.noted = x.new_zeros(B, state.tokens.shape[1], dim)                 # (B, S, taps * dim)
         self.noted[:, :T] = x
 
     def observe(self, state, r):
-        x = self.head.state(r.trace)  # (B, K+1, taps * dim)
+        x = self.head.tapped(r.trace)  # (B, K+1, taps * dim)
         # trap: within `Then`, r.accepted counts only this drafter's part
         lengths = state.send([len(row) for row in r.new])
         slots = state.positions(torch.arange(x.shape[1], device=x.device) - lengths[:, None])

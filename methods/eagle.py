@@ -53,7 +53,7 @@ class Eagle(Head):
         device = tokens.device
         ones = torch.ones(T, T, dtype=torch.bool, device=device)
         positions = torch.arange(T, device=device)[None]
-        before = self.state(trace)
+        before = self.tapped(trace)
         inputs = []                         # of all steps so far: each token once per step
         seen = []                           # the rows of the mask: who sees whom among them
         for k in range(1, 1 + self.reach):

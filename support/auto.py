@@ -9,7 +9,7 @@ from methods import heads
 from methods.arms import candidates
 from methods.pace import Pace
 from methods.standin import VOCAB, read_vocab
-from support.drafts import copy_of, fit, load_small
+from support.drafts import copy_of, load_small, padded
 from support.files import read_beside
 from support.flags import Plan, processes
 from support.skips import read_skip
@@ -46,7 +46,7 @@ def auto(options, model, tokenizer):
         about = ", with costs counted in bytes"
     small = None
     if options.draft_model is not None:
-        other = fit(load_small(options, options.draft_model, model, tokenizer), model)
+        other = padded(load_small(options, options.draft_model, model, tokenizer), model)
         if measured:
             c = measure.measure_step(model, other)
         else:

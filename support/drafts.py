@@ -48,7 +48,7 @@ def small_model(options, model, tokenizer):
     if options.draft_quant is not None:
         about = f" in {options.draft_quant}"
     other = load_small(options, options.draft, model, tokenizer)
-    build = partial(ModelDraft, fit(options.short(other), model))
+    build = partial(ModelDraft, padded(options.short(other), model))
     return Plan(options, build, options.length(3), about)
 
 
@@ -68,7 +68,7 @@ def copy_of(model, kind, tokenizer):
     return draft_copy(model, kind, checkpoint.encode(tokenizer, TEXT, model.c.bos))
 
 
-def fit(other, model):
+def padded(other, model):
     """A draft model, padded to the vocabulary of the target if that differs."""
     if other.c.vocab_size == model.c.vocab_size:
         return other

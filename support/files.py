@@ -15,7 +15,7 @@ def note(topic, line):
     print(f"{topic}: {line}", file=sys.stderr, flush=True)
 
 
-def begin(path, writer=""):
+def open_temporary(path, writer=""):
     """(the file that a link at `path` leads to, an empty temporary file in its folder, and the
     permissions of the new file, which are the old file's or what the umask leaves)."""
     target = Path(os.path.realpath(path))
@@ -30,7 +30,7 @@ def begin(path, writer=""):
 def check_writable(path):
     """Raise OSError where `replacing` would fail only after minutes of work."""
     try:
-        begin(path)[1].unlink()
+        open_temporary(path)[1].unlink()
     except OSError as e:
         raise OSError(f"{path}: cannot be written ({e.strerror or e})") from None
 
@@ -42,7 +42,7 @@ def replacing(path, writer=""):
     several processes may write at once. Raises OSError if it cannot be written."""
     temporary = None
     try:
-        target, temporary, mode = begin(path, writer)
+        target, temporary, mode = open_temporary(path, writer)
         yield temporary
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())

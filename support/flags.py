@@ -95,7 +95,7 @@ def processes():
 # --- the parser
 
 
-def whole(least, most):
+def between(least, most):
     """An argparse type: a whole number from `least` to `most`."""
     def read(text):
         number = int(text)
@@ -130,7 +130,7 @@ def ending(suffix):
 
 OF_DRAFTS = {   # flags that go with some sources only
     "gamma": dict(
-        type=whole(0, 1000), metavar="G",
+        type=between(0, 1000), metavar="G",
         help="how many tokens to draft per round (auto, --rule: at most); levels of a tree"),
     "exit-layer": dict(
         type=int, metavar="E", help="draft with the first E blocks (default: a sixth)"),
@@ -143,7 +143,7 @@ OF_DRAFTS = {   # flags that go with some sources only
         help="your own rule for how far to draft, NAME: (gamma) -> Rule; lab/rules.py has the "
              "published ones"),
     "tree": dict(
-        type=whole(1, 128), metavar="N", help="trained heads: draft a tree of N tokens"),
+        type=between(1, 128), metavar="N", help="trained heads: draft a tree of N tokens"),
     "draft-vocab": dict(
         metavar="FILE",
         help="draft with few tokens and a shorter output head (not for lookup and trained heads), "
