@@ -75,6 +75,13 @@ def straighten(state, r, node):
 
     After the path come the descendants of its last node, all rejected, and then dead tokens. Its
     length is the most that could have been accepted, the longest branch through that node.
+
+        tree    D - d1 - d2     d1 is rejected, its sibling d3 accepted; nothing is below d3
+                 \\
+                  d3            nodes 0 D, 1 d1, 2 d2, 3 d3: node is 3
+        path    0 3 1 2         first the path, then what is below its end, then the dead
+        slots   n-1, n+2, n, n+1 move to n-1, n, n+1, n+2
+        chain   d3 | d1 d2      length 1, accepted 1
     """
     tree = r.draft
     B, K = tree.tokens.shape

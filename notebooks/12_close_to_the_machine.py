@@ -336,6 +336,8 @@ Markdown(next(filter(is_table, paragraphs)))
 # **Predict:** does the wrong program change a text of plain decoding? And one that was drafted?
 
 # %% jupyter={"source_hidden": true}
+from functools import partial
+
 from machine import tolerance
 
 G = c.n_heads // c.n_kv_heads
