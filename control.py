@@ -12,11 +12,9 @@ from itertools import pairwise
 
 import torch
 
-from drafter import Rule
+from drafter import MOST, Rule
 from model import Config, Refused
 from sampling import raw_probs
-
-MOST = 16  # the longest draft that is considered; a rule with a published limit may draft more
 
 
 def expected_tokens(alpha, gamma):

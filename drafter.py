@@ -14,6 +14,8 @@ import torch
 from kvcache import new_cache, pick
 from model import SPARE, Placement, Refused, Transformer
 
+MOST = 16  # the longest draft that is considered; a rule with a published limit may draft more
+
 
 @dataclass
 class Reuse:

@@ -115,7 +115,7 @@ class Notes:
     def __init__(self, head, state, trace):
         same_model(head.model, state)
         self.head = head
-        x = head.tapped(trace)                                                   # (B, T, taps * dim)
+        x = head.tapped(trace)                                                  # (B, T, taps * dim)
         B, T, dim = x.shape
         self.rows = torch.arange(B, device=x.device)[:, None]                   # (B, 1)
         self.noted = x.new_zeros(B, state.tokens.shape[1], dim)                 # (B, S, taps * dim)

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import sampling
 from checkpoint import download_first
-from control import MOST
-from drafter import Drafter
+from drafter import MOST, Drafter
 from model import Refused
 from support import cli
 
