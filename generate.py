@@ -49,7 +49,7 @@ SOURCES = {     # the names for --draft, and the flags that go with them
     "auto": Source(later("support.auto", "auto"), "gamma skip draft-vocab draft-model draft-quant"),
     "none": Source(no_draft, ""),
     "exit": Source(exit_draft, "gamma exit-layer draft-vocab rule"),
-    "skip": Source(later("support.drafts", "skip_set"), "gamma skip draft-vocab rule"),
+    "skip": Source(later("support.drafts", "without_some"), "gamma skip draft-vocab rule"),
     "ngram": Source(later("support.drafts", "ngram"), "gamma rule"),
     "suffix": Source(later("support.drafts", "suffix"), "gamma rule"),
     **dict.fromkeys(flags.KINDS, COPY),

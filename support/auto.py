@@ -9,7 +9,6 @@ from methods import heads
 from methods.arms import candidates
 from methods.pace import Pace
 from methods.standin import VOCAB, read_vocab
-from support.drafts import copy_of, load_small, padded
 from support.files import read_beside
 from support.flags import Plan, processes
 from support.skips import read_skip
@@ -34,19 +33,22 @@ def auto(options, model, tokenizer):
     rough = None
     if measured:
         from machine import rows
-        from support import measure
+        from support import drafts, measure
 
         costs = measure.kept_costs(model)
         about = ", with costs as measured here"
         if rows.multiplies(model):
-            twin = alongside(model, copy_of(model, "int4", tokenizer))
+            twin = alongside(model, drafts.copy_of(model, "int4", tokenizer))
             rough = twin, measure.measure_step(model, twin)
     else:
         costs = byte_costs(model)
         about = ", with costs counted in bytes"
     small = None
     if options.draft_model is not None:
-        other = padded(load_small(options, options.draft_model, model, tokenizer), model)
+        from support import drafts
+
+        other = drafts.load_small(options, options.draft_model, model, tokenizer)
+        other = drafts.padded(other, model)
         if measured:
             c = measure.measure_step(model, other)
         else:

@@ -34,7 +34,7 @@ def suffix(options, model, tokenizer):
     return Plan(options, Suffix, options.length(7))
 
 
-def skip_set(options, model, tokenizer):
+def without_some(options, model, tokenizer):
     attn, mlp, gamma = skips.skip_set(options.skip)
     about = f" {options.skip}"
     if gamma == 0 and options.gamma is None:

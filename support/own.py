@@ -16,11 +16,6 @@ from methods.wrapper import Wrapper
 from model import Refused
 
 
-def names_a_file(text):
-    """Whether --draft or --rule names an object of a file, as FILE.py:NAME does."""
-    return str(text).rpartition(":")[0].endswith(".py")
-
-
 @cache
 def load_object(text):
     """The object NAME of FILE.py. Raises Refused if it is not there."""
