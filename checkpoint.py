@@ -210,6 +210,12 @@ def download_first(name):
             f"hf download {name} --local-dir runs/{model}")
 
 
+def check_folder(folder):
+    """Raise FileNotFoundError where there is no folder."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: there is no such folder{download_first(folder)}")
+
+
 def check_fetched(path):
     """Raise Refused for the pointer that Git leaves in place of a file that LFS has not fetched."""
     with open(path, encoding="latin-1") as file:    # which takes any bytes
@@ -242,8 +248,7 @@ def read_json(path):
 def read_config(folder):
     """config.json, and the end-of-text ids of generation_config.json, as a Config. Raises Refused
     for anything that this library would compute wrongly."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: there is no such folder{download_first(folder)}")
+    check_folder(folder)
     path = folder / "config.json"
     given = read_json(path)
     check_no_eagle(folder, given)
@@ -286,6 +291,7 @@ def read_eos(folder, given):
 
 def read_tokenizer(folder):
     """The tokenizer of a Hugging Face folder."""
+    check_folder(folder)
     path = folder / "tokenizer.json"
     check_fetched(path)
     with guarded(f"{path}: not a readable tokenizer"):
