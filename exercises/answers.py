@@ -31,6 +31,11 @@ def wrong(task):
             for row in WRONG if row.file == task.name]
 
 
+def changes(name):
+    """(old, new, why) of the wrong answers to an exercise that change a piece of the original."""
+    return [(row.old, row.new, row.why) for row in WRONG if row.file == name and row.old]
+
+
 @cache
 def mutants(name):
     """[(what to say, the function or method `name` with that mistake)]"""
@@ -50,3 +55,16 @@ def mutants(name):
                 exec(splice.code(task.module, task.functions, text), space := dict(library))
                 found.append((why, vars(space[outer])[last] if outer else space[name]))
     return found
+
+
+@cache
+def reference(name, library=True):
+    """The library's own function of this name, which an answer replaces; or, to compare the library
+    itself with, a right answer that was written differently, where there is one."""
+    task = choose(name)
+    text = original(task) if library or not right(task) else right(task)[0]
+    module = importlib.import_module(task.module.removesuffix(".py").replace("/", "."))
+    exec(splice.code(task.module, task.functions, text), space := dict(vars(module)))
+    outer, _, last = name.rpartition(".")
+    found = vars(space[outer])[last] if outer else space[name]
+    return found.fget if isinstance(found, property) else found

@@ -11,6 +11,10 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from exercises.tasks import choose  # noqa: E402
+
 FOLDERS = "exercises", "tests", "support", "methods", "machine"
 FILES = "pyproject.toml", "requirements.txt", "requirements-dev.txt", "LICENSE"
 # Once, when the image is made. Python 3.11 or newer must be in it;
@@ -26,24 +30,26 @@ python3 -m venv /autograder/venv
 RUN = """#!/usr/bin/env bash
 AT=${AT:-/autograder}
 PY=${PY:-$AT/venv/bin/python}
-$PY $AT/source/exercises/grade.py $AT/submission --gradescope $AT/results/results.json \\
+$PY $AT/source/exercises/grade.py $AT/submission --gradescope $AT/results/results.json @ONLY@ \\
     || test -s $AT/results/results.json
 """
 
 
-def contents():
-    """{name in the zip: bytes}"""
-    files = [*ROOT.glob("*.py"), *(ROOT / name for name in FILES)]
+def contents(only=()):
+    """{name in the zip: bytes}. only: the numbers of the exercises that were set, if not all."""
+    flag = " ".join(["--only", *only] if only else [])
+    files = [*ROOT.glob("*.py"), *(ROOT / "lab").glob("*.py"), *(ROOT / name for name in FILES)]
     for folder in FOLDERS:
         files += [p for p in (ROOT / folder).rglob("*")
                   if p.is_file() and "__pycache__" not in p.parts]
     found = {str(p.relative_to(ROOT).as_posix()): p.read_bytes() for p in files}
-    return found | {"setup.sh": SETUP.encode(), "run_autograder": RUN.encode()}
+    run = RUN.replace("@ONLY@", flag)
+    return found | {"setup.sh": SETUP.encode(), "run_autograder": run.encode()}
 
 
-def write(path):
+def write(path, only=()):
     with zipfile.ZipFile(path, "x", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in sorted(contents().items()):
+        for name, data in sorted(contents(only).items()):
             info = zipfile.ZipInfo(name)    # with a fixed date: the same library, the same zip
             runs = name in ("setup.sh", "run_autograder")
             info.external_attr = (0o755 if runs else 0o644) << 16
@@ -54,9 +60,13 @@ def write(path):
 def main(argv=None):
     p = argparse.ArgumentParser(description="Write the zip that a course's server grades with.")
     p.add_argument("out", type=Path, metavar="OUT", help="a new file")
+    p.add_argument("--only", nargs="+", type=int, default=[], metavar="N",
+                   help="the exercises that were set, with marks for them alone")
     a = p.parse_args(argv)
     try:
-        write(a.out)
+        write(a.out, [str(choose(str(number)).number) for number in a.only])
+    except KeyError as e:
+        p.error(e.args[0])
     except OSError as e:
         p.error(str(e))
     print(f"{a.out}: {a.out.stat().st_size / 1e6:.1f} MB. "

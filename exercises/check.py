@@ -51,11 +51,11 @@ def spoil(x):
 KINDS = {   # mistakes that any function can make: {kind: (code, what the message must say)}
     "random": ("torch.rand(1)\nreturn right(*given)", "random numbers of your own"),
     "constant": ("return FIRST.setdefault(0, right(*given))", "")}
-OBJECTS = set("self coins step store score allowed pass_cost rule layer device probs".split())
+OBJECTS = set("self paged coins step store score allowed pass_cost rule layer device probs".split())
 NUMBERS = set(
     "cap head_dim theta end window start temperature top_k top_p min_p best offset alpha gamma "
     "cost most least plain seconds drafted verified share bits size bandwidth call group rows "
-    "width cache flops ahead step steps L every scale threshold first T size window".split())
+    "width cache flops rate ahead step steps L every scale threshold first T size window".split())
 
 
 def traps(task):

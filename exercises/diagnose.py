@@ -2,12 +2,12 @@
 test printed. Which line is wrong, and why?
 
     python exercises/diagnose.py OUT                   write six cases into OUT/diagnose
-    python exercises/diagnose.py OUT --variant SEED    six others, drawn by the seed
+    python exercises/diagnose.py OUT --variant SEED    six of these twelve, drawn by the seed
     python exercises/diagnose.py OUT --grade           say of each whether the line is right
 
 The mistakes are rows of tests/mistakes.txt, so each has a test that notices it, and none of them
 stands in a function that is an exercise. The code is shown as the engine writes it, without
-comments.
+comments. Twelve are in diagnose.md, with their answers; `classroom.py` draws from all others.
 """
 import argparse
 import ast
@@ -16,6 +16,8 @@ import random
 import re
 import sys
 import tempfile
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +41,24 @@ TABLE = PAGE.partition("|---")[2].splitlines()[1:]
 CASES = [Case(*map(str.strip, line.strip("|").split("|"))) for line in TABLE]
 
 
+@cache
+def others():
+    """The cases that diagnose.md does not have: every other mistake of one line."""
+    from exercises.tasks import TASKS
+
+    asked = {name for task in TASKS for name in task.functions}
+    known = {(case.function, case.phrase) for case in CASES}
+    found = [Case(m.scope, m.why, m.why) for m in mistakes.MISTAKES
+             if m.why and m.scope and m.scope not in asked and (m.scope, m.why) not in known
+             and m.file.endswith(".py") and not m.file.startswith(("lab/", "exercises/"))]
+    return [case for case in found if len(mutated(case)[1]) == 1]
+
+
+def number(n):
+    """Case n, counted from 1: the twelve, and after them the private ones."""
+    return CASES[n - 1] if n <= len(CASES) else others()[n - len(CASES) - 1]
+
+
 def row(case):
     """Its row of tests/mistakes.txt."""
     return next(m for m in mistakes.MISTAKES if (m.scope, m.why) == (case.function, case.phrase))
@@ -57,6 +77,7 @@ def mutated(case):
     return wrong, where
 
 
+@cache
 def failure(case, most=30):
     """What the failing test prints, without paths of this machine."""
     m = row(case)
@@ -85,26 +106,49 @@ def show(number, case):
         "What the failing test printed:", "", *failure(case), ""])
 
 
-def write(out, seed=None):
-    """Six cases in OUT/diagnose. Raises FileExistsError where the folder exists already."""
-    numbers = range(COUNT)
-    if seed is not None:
-        numbers = random.Random(seed).sample(range(len(CASES)), COUNT)
+def write(out, seed=None, private=False):
+    """Six cases in OUT/diagnose, by the seed if there is one: of the twelve, or of the private
+    ones. Raises FileExistsError where the folder exists already."""
     folder = out / "diagnose"
+    if folder.exists():
+        raise FileExistsError(f"{folder} is not empty: nothing was written")
+    some = list(range(1, COUNT + 1))
+    if seed is not None:
+        some = list(range(1, len(CASES) + 1))
+        if private:
+            some = list(range(len(CASES) + 1, len(CASES) + len(others()) + 1))
+        random.Random(seed).shuffle(some)
+    texts = {}
+    for n in some:
+        with suppress(RuntimeError, StopIteration):     # its test says nothing that can be shown
+            texts[n] = show(n, number(n))
+        if len(texts) == COUNT:
+            break
     folder.mkdir(parents=True)
-    for n in numbers:
-        (folder / f"{n + 1:02}.txt").write_text(show(n + 1, CASES[n]), encoding="utf-8")
+    for n, text in texts.items():
+        (folder / f"{n:02}.txt").write_text(text, encoding="utf-8")
     return folder
+
+
+def answered(out):
+    """The files of OUT/diagnose, by their numbers."""
+    found = (out / "diagnose").glob("[0-9]*.txt")
+    return sorted((path for path in found if path.stem.isdigit()), key=lambda path: int(path.stem))
+
+
+def right_lines(path):
+    """The numbers of the lines that are wrong in a case."""
+    return mutated(number(int(path.stem)))[1]
 
 
 def grade(path):
     """(status, comment) for one answered case."""
-    case = CASES[int(path.stem) - 1]
+    case = number(int(path.stem))
     text = path.read_text(encoding="utf-8", errors="replace")
     line, why = (re.search(rf"^{word}:[ \t]*(.*?)\s*$", text, re.M) for word in ("line", "why"))
     if not line or not line[1].isdigit():
         return "to do", ""
-    if int(line[1]) not in mutated(case)[1]:
+    if int(line[1]) not in right_lines(path):
         return "failed", f"line {line[1]} is as the library has it"
     comment = f"compare your reason with this: {case.why}"
     if not why or why[1] in ("", "?"):
@@ -115,7 +159,7 @@ def grade(path):
 def main(argv=None):
     p = argparse.ArgumentParser(description="Which line is wrong, and why?")
     p.add_argument("out", type=Path, metavar="OUT", help="the student's folder")
-    p.add_argument("--variant", type=int, metavar="SEED", help="six others, drawn by the seed")
+    p.add_argument("--variant", type=int, metavar="SEED", help="six of the twelve, by the seed")
     p.add_argument("--grade", action="store_true", help="grade what was answered in OUT/diagnose")
     a = p.parse_args(argv)
     if not a.grade:
@@ -126,11 +170,10 @@ def main(argv=None):
         print(f"{COUNT} cases are in {folder}: put the number of the wrong line after `line:`, "
               "and say why")
         return 0
-    files = [path for n in range(1, len(CASES) + 1)
-             if (path := a.out / "diagnose" / f"{n:02}.txt").is_file()]
+    files = answered(a.out)
     found = [grade(path) for path in files]
     for path, (status, comment) in zip(files, found, strict=True):
-        function = CASES[int(path.stem) - 1].function
+        function = number(int(path.stem)).function
         print(f"{path.stem}  {function:24} {status}" + f"\n      {comment}" * bool(comment))
     passed = sum(status == "passed" for status, _ in found)
     print(f"{passed} of {len(files)} passed")

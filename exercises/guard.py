@@ -3,7 +3,8 @@ the tests need not. The result must have the type, shape, dtype and device that 
 for. No argument may change, nor anything that an argument returned when it was called. No result
 may share memory with an argument or with another result. All random numbers must come from the
 coins, and torch must stay as it was. Every tensor arrives with unusual strides, because in the
-library many are slices and transposes.
+library many are slices and transposes, and in memory that a call before it used, as in a loop that
+writes into its buffers: what was remembered by an address or an id is then wrong.
 """
 import functools
 import importlib
@@ -12,6 +13,7 @@ import math
 import random
 import sys
 import types
+from contextlib import nullcontext
 
 import torch
 
@@ -19,6 +21,9 @@ from exercises import contract
 
 # These may return an argument, or a part of one.
 ITSELF = {"softcap", "KVCache.write", "climb", "counterexample"}
+# These look for an example, for which any random numbers will do.
+SEARCHES = {"counterexample", "ring_counterexample"}
+OFTEN = 20                              # what answers have replaced is looked for so often
 KEPT = 2                                # how many earlier results are also checked for changes
 
 
@@ -37,7 +42,7 @@ def frozen(x):
         return {key: frozen(value) for key, value in x.items()}
     if isinstance(x, (list, tuple)):
         return [frozen(part) for part in x]
-    if type(x).__name__ == "KVCache" or callable(x) or not hasattr(x, "__dict__"):
+    if type(x).__name__ in ("KVCache", "PagedCache") or callable(x) or not hasattr(x, "__dict__"):
         return None
     coins = any(kind.__name__ == "Coins" for kind in type(x).__mro__)
     return {key: frozen(value) for key, value in vars(x).items() if key == "seeds" or not coins}
@@ -90,6 +95,48 @@ def strided(x):
     return [strided(part) for part in x] if isinstance(x, list) else x
 
 
+class Memory:
+    """Where the arguments of a function lie, call after call: values of the same name, shape and
+    type are copied into the tensors of the call before, and settings into its dictionary."""
+
+    def __init__(self):
+        self.tensors = {}
+        self.dicts = {}
+
+    def hold(self, name, value, again):
+        """The value as an answer gets it. again: whether it may lie where an earlier one did."""
+        if isinstance(value, dict):
+            kept = self.dicts.setdefault(name, {})
+            kept.clear()
+            kept.update((key, self.hold((name, key), part, again)) for key, part in value.items())
+            return kept
+        if isinstance(value, list):
+            return [self.hold((name, i), part, again) for i, part in enumerate(value)]
+        if type(value) is not torch.Tensor or value.is_meta or not again:
+            return strided(value)
+        place = name, value.shape, value.dtype, torch.is_inference_mode_enabled()
+        if place not in self.tensors:
+            self.tensors[place] = strided(value)
+            return self.tensors[place]
+        return self.tensors[place].copy_(value)
+
+    def release(self, result):
+        """A result that is an argument itself keeps its values."""
+        parts = [out for _, out in tensors(result)]
+        self.tensors = {place: t for place, t in self.tensors.items()
+                        if not any(t.untyped_storage().data_ptr()
+                                   == out.untyped_storage().data_ptr() for out in parts)}
+
+
+def trained(x):
+    """Whether a backward pass may go through this argument."""
+    if isinstance(x, torch.nn.Module):
+        return any(map(trained, x.parameters()))
+    if isinstance(x, dict):
+        return any(map(trained, x.values()))
+    return isinstance(x, torch.Tensor) and x.requires_grad
+
+
 def recorded(function, returned):
     """The function; what it returns is appended to `returned`, together with a copy."""
     def call(*args, **kwargs):
@@ -128,6 +175,8 @@ def watched(name, original, answer, originals):
     rule."""
     arguments = inspect.signature(original)
     kept = []
+    calls = []
+    memory = Memory()
 
     @functools.wraps(original)
     def call(*args, **kwargs):
@@ -137,22 +186,29 @@ def watched(name, original, answer, originals):
         bound = arguments.bind(*args, **kwargs)
         returned = {}
         given = bound.arguments
+        # what a backward pass will read must stay as it is
+        again = not (torch.is_grad_enabled() and any(map(trained, given.values())))
         for key, value in given.items():
             if callable(value) and not isinstance(value, torch.nn.Module):
                 returned[key] = []
                 given[key] = recorded(value, returned[key])
             else:
-                given[key] = strided(value)
+                given[key] = memory.hold(key, value, again)
         called = f"a call of {name}({', '.join(given)})"
         given = dict(given)
         before = frozen([given, kept])
         modes = settings()
-        with no_other_chance(called):
+        with nullcontext() if name in SEARCHES else no_other_chance(called):
             result = answer(*bound.args, **bound.kwargs)
-        check_surroundings(called, originals, modes, returned)
-        check_memory(called, given, kept, before, [] if name in ITSELF else tensors(result))
+        calls.append(called)
+        look = len(calls) <= OFTEN or len(calls) % OFTEN == 0      # it takes longer than most calls
+        check_surroundings(called, originals if look else (), modes, returned)
+        check_memory(called, given, kept, before, [] if name in ITSELF else tensors(result),
+                     not hasattr(original, "__wrapped__"))     # else in torch.inference_mode itself
         bound.apply_defaults()
         contract.check(name, called, bound.arguments, result)
+        if name in ITSELF:
+            memory.release(result)
         kept[:] = [*kept, result][-KEPT:] if name != "KVCache.write" else []
         return result
     return call
@@ -179,11 +235,16 @@ def check_surroundings(called, originals, modes, returned):
                  "work on a clone")
 
 
-def check_memory(called, given, kept, before, results):
+def check_memory(called, given, kept, before, results, trainable):
     """Arguments and earlier results must stay as they are, and results share no memory with
     them."""
     from teach import fail, short
 
+    if trainable and not torch.is_inference_mode_enabled():
+        for at, out in results:
+            if out.is_inference() and not any(t.is_inference() for _, t in tensors(given)):
+                fail(called, "a result through which a backward pass can go",
+                     f"the result{at} was made in inference mode", "torch.no_grad is enough")
     for now, old, why in (
             (given, before[0], "something is done in place, as by `x[...] =`, `+=`, or a method "
              "that ends in _; work on a clone, because the caller goes on with what it gave you"),
@@ -193,6 +254,10 @@ def check_memory(called, given, kept, before, results):
             where, was, came = found
             what = f"`{where}`" if now is given else "the result of an earlier call"
             fail(called, f"{what} stays as it is: {short(was):.200}", f"{short(came):.200}", why)
+    for at, out in results:
+        if any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)):
+            fail(called, "results in memory of their own", f"rows of the result{at} that are one",
+                 "what is written into one row would change the others: `expand` makes no copy")
     others = [(f"`{name}`", t) for name, t in tensors(given)]
     for at, out in results:
         for other, t in others:

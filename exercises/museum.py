@@ -3,7 +3,8 @@ smallest input that shows it. How far its distribution is from the target's is c
 tour is museum.md.
 
     python exercises/museum.py                          all exhibits
-    python exercises/museum.py --five 7                 which of five verifiers is wrong?
+    python exercises/museum.py --five 7                 which of five verifiers is wrong? None of
+                                                        them is on that page
     python exercises/museum.py --five 7 --answer 3 --p .6 .3 .1 --q .2 .3 .5
                                                         number 3, as these p and q show
 """
@@ -12,8 +13,10 @@ import ast
 import difflib
 import itertools
 import random
+import re
 import sys
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +29,7 @@ from tiny import TINY, Fixed, Says, law, make, state_of, wide  # noqa: E402
 
 import minimal  # noqa: E402
 from drafter import chain  # noqa: E402
+from exercises import answers  # noqa: E402
 from exercises.cuts import bare, change, find, read  # noqa: E402
 from exercises.serving import constrain, ring_mask, ring_size  # noqa: E402
 from methods.trees import verify_tree  # noqa: E402
@@ -235,11 +239,29 @@ RIGHT = [e for e in FOUND if e.name.startswith("right")]    # other ways to writ
 # --- which of these five is wrong?
 
 
+PROBES = ([0.5, 0.3, 0.2], [0.2, 0.2, 0.6]), ([0.1, 0.6, 0.3], [0.3, 0.3, 0.4])
+
+
+@cache
+def unprinted():
+    """Wrong verifiers that museum.md does not show: those wrong answers to exercise 9 of which one
+    line is changed, and whose law is off."""
+    found = []
+    for old, new, why in answers.changes("verify"):
+        if not why or re.search(r"import|torch\.allclose|set_grad|globals|coins\.flip =", new):
+            continue        # what goes around the exercise
+        e = Exhibit(why, "verification.py", "verify", ((old, new),))
+        with suppress(Exception):       # some do not run, or fit another function as well
+            if any(off(e._replace(p=[p] * 3, q=[q] * 2)) > 0.01 for p, q in PROBES):
+                found.append(e)
+    return found
+
+
 def five(seed):
-    """Five exhibits, of which one is wrong, and its number from 1."""
+    """Five verifiers, of which one is wrong, and its number from 1."""
     rng = random.Random(seed)
-    wrong = rng.choice([e for e in EXHIBITS if e.scope == "verify" and e.q and not e.case])
-    rows = [wrong, *rng.sample(RIGHT, 4)]
+    rows = [rng.choice(unprinted()), *rng.sample(RIGHT, 4)]
+    wrong = rows[0]
     rng.shuffle(rows)
     return rows, rows.index(wrong) + 1
 

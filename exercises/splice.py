@@ -16,10 +16,13 @@ ROOT = Path(__file__).resolve().parent.parent
 HARMLESS = {
     "__future__", "bisect", "collections", "copy", "dataclasses", "functools", "heapq",
     "itertools", "math", "operator", "random", "sampling", "torch", "typing"}
-AROUND = {  # ways to code that is not in scope
+# Ways to code that is not in scope. An answer's own variables may have these names, too, and its
+# attributes and keys those of the builtins.
+BUILTINS = {"eval", "exec", "globals", "open"}
+AROUND = {
     "__import__", "__builtins__", "__loader__", "__spec__", "__globals__", "__dict__", "__code__",
-    "__closure__", "__wrapped__", "__subclasses__", "_getframe", "eval", "exec", "globals",
-    "importlib", "inspect", "open", "os", "_os", "sys", "_sys"}
+    "__closure__", "__wrapped__", "__subclasses__", "_getframe", "builtins", "importlib", "inspect",
+    "os", "_os", "sys", "_sys"}
 # each could stand in for another one
 RIVALS = {
     "verification.py": ("verify",), "methods/block.py": ("verify_block",),
@@ -102,11 +105,14 @@ def read(path):
 
 
 def signature(node):
-    """Decorators and first line, without annotations."""
+    """Decorators and first line, without annotations. A mode of torch, which changes no value, is
+    left to the answer."""
     bare = ast.parse(ast.unparse(node)).body[0]
     for arg in [*bare.args.posonlyargs, *bare.args.args, *bare.args.kwonlyargs]:
         arg.annotation = None
-    return [*map(ast.unparse, bare.decorator_list)], f"def {bare.name}({ast.unparse(bare.args)})"
+    decorators = [text for text in map(ast.unparse, bare.decorator_list)
+                  if text not in ("torch.inference_mode()", "torch.no_grad()")]
+    return decorators, f"def {bare.name}({ast.unparse(bare.args)})"
 
 
 def parse(text):
@@ -149,6 +155,9 @@ def check(node, module):
         name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
         if name in ("breakpoint", "input") or name.endswith(".set_trace"):
             raise Refused(f"line {call.lineno}: `{name}()` waits for you to type: take it out")
+    own = {inner.id for inner in ast.walk(node)
+           if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)}
+    own |= {inner.arg for inner in ast.walk(node) if isinstance(inner, ast.arg)}
     for inner in ast.walk(node):
         names = set()
         wanted = []
@@ -158,15 +167,16 @@ def check(node, module):
             wanted = [inner.module or "."]
             names = {alias.name for alias in inner.names}
         elif isinstance(inner, ast.Name):
-            names = {inner.id}
+            names = {inner.id} - own
         elif isinstance(inner, ast.Attribute):
             names = {inner.attr}
         elif isinstance(inner, ast.Constant) and isinstance(inner.value, str):
             names = {inner.value}
         for name in wanted:
-            if name.split(".")[0] not in known:
+            if name.split(".")[0] not in known - AROUND:
                 raise Refused(f"line {inner.lineno}: it imports {name}; {why_not(name)}")
-        for name in names & AROUND:
+        around = AROUND | BUILTINS if isinstance(inner, (ast.Name, ast.ImportFrom)) else AROUND
+        for name in names & around:
             raise Refused(f"line {inner.lineno}: `{name}` goes around the exercise, to code that "
                           "is not in scope: write the function itself")
 

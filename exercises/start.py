@@ -7,6 +7,7 @@ The stubs are cut out of the library when this is run, and no solution is in the
 """
 import argparse
 import inspect
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -19,6 +20,11 @@ from exercises.specs import SPECS  # noqa: E402
 from exercises.tasks import SITTINGS, TASKS, file_name  # noqa: E402
 
 
+def folder_name(out):
+    """The student's folder as its files call it: where it lies is for the student to say."""
+    return shlex.quote(out.resolve().name)
+
+
 def student_file(task, out):
     """The text of one file."""
     spec = inspect.getsource(SPECS[task.name]) if task.name in SPECS else ""
@@ -26,8 +32,9 @@ def student_file(task, out):
     lines = [f'"""Exercise {task.number}: {task.name}, of {task.module}. '
              f"Sitting {task.sitting}, about "
              f"{task.minutes} minutes, difficulty {task.stars} of 3.", "",
-             task.text.replace("\\", "\\\\").rstrip(), "", "Grade it in the library's folder:",
-             f"    python exercises/grade.py {out} {task.number}", '"""',
+             task.text.replace("\\", "\\\\").rstrip(), "",
+             "Grade it in the library's folder, with the path of your folder:",
+             f"    python exercises/grade.py {folder_name(out)} {task.number}", '"""',
              *splice.opening(task.module, "\n".join([*stubs, spec])), ""]
     for stub in stubs:
         lines += ["", stub]
@@ -58,7 +65,7 @@ def write(out):
         (out / file_name(task)).write_text(student_file(task, out), encoding="utf-8")
     hours = round(sum(task.minutes for task in TASKS) / 60)
     page = Path(__file__).with_name("student.md").read_text(encoding="utf-8")
-    page = page.format(count=len(TASKS), hours=hours, out=out, table=table())
+    page = page.format(count=len(TASKS), hours=hours, out=folder_name(out), table=table())
     (out / "README.md").write_text(page, encoding="utf-8")
     shutil.copy(Path(__file__).with_name("coach.md"), out / "AGENTS.md")
 

@@ -44,3 +44,19 @@ def learns(call, parts, given):
         promise(abs(got - slope) < 1e-4 * abs(slope),
                 f"{given}; backward(), and a small step of `{name}`",
                 f"a change of {slope:.4g}", f"{got:.4g}", DETACHED)
+
+
+def gradients(call, parts):
+    """The gradients of `parts`, {name: tensor}, by a backward pass through call() with weights that
+    are always the same."""
+    for x in parts.values():
+        x.grad = None
+        x.requires_grad_()
+    out = call()
+    if out.requires_grad:
+        drawn = torch.Generator().manual_seed(0)
+        (out * torch.randn(out.shape, generator=drawn, dtype=torch.float64)).sum().backward()
+    found = [torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in parts.values()]
+    for x in parts.values():
+        x.requires_grad_(False)
+    return found

@@ -2,23 +2,18 @@
 other shapes and types, and drawn inputs, which a table of those examples would not know. And the
 worked examples of alpha, exercise 16."""
 import math
-import random
 from dataclasses import replace
-from itertools import accumulate
 
 import pytest
 import torch
-from mistaken import learns
 from teach import compare, short
-from test_by_hand import PROBS, check_probabilities, slow_race, some_attention
+from test_by_hand import PROBS, check_probabilities
 from test_by_outcomes import LATER, mostly_sure, one_row, one_walk, writes_the_law
 from test_model import some_x
-from test_sampling import from_p, some_logits
-from tiny import LLAMA, Fixed, wide
+from test_sampling import from_p
+from tiny import LLAMA, wide
 
-from machine.exact import Race
-from model import RMSNorm, frequencies, rope, rotate, softcap
-from sampling import Coins
+from model import RMSNorm, softcap
 from search import climb
 from support.stats import Counts
 
@@ -37,50 +32,6 @@ def test_softcap_leaves_its_input_and_type_alone():
             compare(softcap(x, cap), want.to(x).reshape(shape), {},
                     f"x of shape {shape}, cap = {cap}", 1e-6)
     softcap(torch.empty(3, device="meta"), 2.0)
-
-
-def test_softcap_and_rotate_hand_gradients_on():
-    x = some_x(1, 2)[0, :, :4].clone()
-    learns(lambda: softcap(x, 1.5), {"x": x}, "x (2, 4), cap = 1.5")
-    cos, sin = rope(torch.tensor([3, 5]), frequencies(4, 50.0))
-    learns(lambda: rotate(x, cos, sin), {"x": x}, "x (2, 4) at the positions 3 and 5")
-
-
-def test_frequencies_of_drawn_settings():
-    """One by one, by their definition; and on another device."""
-    draw = random.Random(0)
-    for _ in range(60):
-        D, theta, low = 2 * draw.randint(1, 32), 10 ** draw.uniform(2, 6), draw.uniform(0.3, 3)
-        scaling = {"rope_type": draw.choice(["llama3", "llama3", "linear"]),
-                   "factor": draw.uniform(1, 40),
-                   "low_freq_factor": low, "high_freq_factor": low + draw.uniform(0.2, 8),
-                   "original_max_position_embeddings": 2 ** draw.randint(5, 15)}
-        want = [theta ** (-2 * i / D) for i in range(D // 2)]
-        for i, f in enumerate(want):
-            turns = scaling["original_max_position_embeddings"] * f / (2 * math.pi)
-            keep = (turns - low) / (scaling["high_freq_factor"] - low)
-            keep = 0.0 if scaling["rope_type"] == "linear" else min(1.0, max(0.0, keep))
-            want[i] = keep * f + (1 - keep) * f / scaling["factor"]
-        compare(frequencies(D, theta, scaling), want, {},
-                f"frequencies({D}, {theta:.6g}, {scaling})", 1e-9)
-    for other in (None, scaling | {"rope_type": "linear"}, scaling | {"rope_type": "llama3"}):
-        frequencies(8, 100.0, other, torch.device("meta"))
-
-
-def test_rotate_serves_every_shape():
-    """Rows of a batch stand at positions of their own, whatever the number of dimensions and the
-    width."""
-    for shape in ((8,), (4, 8), (4, 2, 8), (0, 8), (4, 2, 256)):
-        D = shape[-1]
-        x = torch.randn(2, 3, *shape, generator=torch.Generator().manual_seed(0)).double()
-        cos, sin = rope(torch.tensor([[0, 1, 2], [7, 8, 9]]), frequencies(D, 100.0))
-        cos, sin = (t.view(2, 3, *[1] * (len(shape) - 1), D) for t in (cos, sin))
-        (a, b), (c, d), (s, t) = (t.chunk(2, -1) for t in (x, cos, sin))
-        compare(rotate(x, cos, sin), torch.cat([a * c + b * s, b * d + a * t], -1), {},
-                f"x {tuple(x.shape)}, cos and sin {tuple(cos.shape)}: "
-                "the last dimension holds the pairs, "
-                "whatever stands before it, and rows stand at different positions")
-    rotate(*torch.empty(3, 2, 4, device="meta"))
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -103,20 +54,6 @@ def test_a_norm_of_any_shape_and_type(dtype, offset):
     norm.to("meta")(torch.empty(2, 4, dtype=dtype, device="meta"))
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_a_norm_hands_gradients_on(offset):
-    norm = RMSNorm(replace(LLAMA, norm_offset=offset), 3).double()
-    norm.weight.data = wide([1.0, 2.0, -0.5])
-    x = wide([[3.0, 4.0, -1.0], [0.5, 2.0, 1.0]])
-    learns(lambda: norm(x), {"x": x, "self.weight": norm.weight}, f"x (2, 3), offset = {offset}")
-
-
-def test_an_attention_hands_gradients_on():
-    a, x, cos, sin, mask, _, store = some_attention("rows that differ")
-    learns(lambda: a(x, cos, sin, mask, store),
-           {"x": x, "self.wqkv": a.wqkv, "self.wo": a.wo}, "three rows")
-
-
 def among(row, V, other=0.0):
     """The numbers of a row, far apart in one of V, which is `other` elsewhere."""
     whole = torch.full((V,), other, dtype=torch.float64)
@@ -132,45 +69,6 @@ def test_probabilities_of_a_large_vocabulary(name):
     check_probabilities(among(from_p(*p), V, -1e4), settings, among(want, V),
                         f"{V:,} tokens, of which some have the logits log {short(p)} and all "
                         f"others -10,000; {settings}")
-
-
-def test_choices_of_drawn_weights():
-    """Rows spend the uniforms in their order, whatever their number, their size and their type."""
-    draw = random.Random(0)
-    for size in (1e-200, 1e-3, 1.0, 1e30):
-        for rows in (1, 2, 3, 7):
-            V = draw.randint(1, 9)
-            weights = [[draw.choice([0.0, draw.random()]) for _ in range(V)] + [0.5]
-                       for _ in range(rows)]
-            us = [draw.random() for _ in weights]
-            want = [next(i for i, total in enumerate(accumulate(row)) if total > u * math.fsum(row))
-                    for row, u in zip(weights, us, strict=True)]
-            given = f"{rows} rows of weights, {size:g} times {short(weights)}, u = {short(us)}"
-            compare(Fixed(*us).choose(size * wide(weights)), want, {},
-                    f"{given}: each row takes the next u")
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        got = Fixed(0.3, 0.8).choose(torch.tensor([[1.0, 2, 5], [1, 2, 5]], dtype=dtype))
-        compare(got, [1, 2], {}, f"the weights 1 2 5 in {dtype}, u = .3 and .8")
-
-
-def test_winners_of_a_race_share_what_has_one_row():
-    """One row of positions, or one seed, stands for all rows; and the winners have the type of
-    p."""
-    p = wide([[0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25], [0.1, 0.2, 0.3, 0.4]])
-    p = p[:, None].repeat(1, 50, 1)
-    position = torch.arange(50)[None] + 1000
-    for dtype in (torch.float32, torch.float64):
-        for seeds in ([7, -1, 12], [5]):
-            got = Race(seeds).settle(p.to(dtype), position, 2)
-            compare(got, slow_race(p.to(dtype), position, 2, seeds * (4 - len(seeds))), {},
-                    f"three rows of p in {dtype}, positions 1000 to 1049 in one row, seeds {seeds}")
-
-
-def test_choices_have_any_shape_of_rows():
-    weights = some_logits(2, 3, 5).abs()
-    flat = Coins(3).choose(weights.view(6, 5))
-    compare(Coins(3).choose(weights), flat.view(2, 3), {}, "the same weights as (2, 3, 5)")
-    compare(Coins(3).choose(weights[0, 0]), flat[0], {}, "the first row of the weights, (5,)")
 
 
 @pytest.mark.parametrize("length", [None, 9])

@@ -1,5 +1,4 @@
 """What drafting gains on a machine: exercises 20 and 21, exercises/economics.py."""
-import random
 
 import pytest
 from mistaken import gives
@@ -63,19 +62,6 @@ def test_the_best_bits(case):
     check_bits(*case)
 
 
-def test_the_best_bits_on_drawn_machines():
-    """Passes that get dearer or cheaper anyhow, drafts that always pass, and long ones."""
-    draw = random.Random(0)
-    for _ in range(80):
-        alphas = {bits: draw.choice([0.0, 1.0, *[draw.random() for _ in range(6)]])
-                  for bits in draw.sample([2, 3, 4, 5, 6, 8], draw.randint(1, 4))}
-        machine = (draw.uniform(1e8, 1e10), draw.uniform(1e10, 3e12),
-                   draw.choice([0.0, draw.uniform(0, 0.01)]))
-        most = draw.randint(1, 30)
-        table = [1.0, *(draw.uniform(0.8, 1 + 0.2 * T) for T in range(max(4, most)))]
-        check_bits(alphas, machine, lambda T, table=table: table[T - 1], most)
-
-
 # --- a batch
 
 
@@ -122,18 +108,3 @@ def check_batch(alpha, gamma, cost, seconds, most, want):
          "a draft too dear", "long drafts"])
 def test_the_largest_batch(case):
     check_batch(*case)
-
-
-def test_the_largest_batch_of_drawn_machines():
-    """Passes that take any time: a batch that loses says nothing about a larger one."""
-    draw = random.Random(0)
-    for number in range(80):
-        alpha, gamma = draw.choice([1.0, draw.random()]), draw.randint(1, 9)
-        cost, most = draw.uniform(0.01, 0.3), draw.randint(1, 40)
-
-        def seconds(rows, width, number=number):
-            return 1 + 4 * width**0.5 * random.Random(f"{number} {rows} {width}").random()
-
-        gains = [rows for rows in range(1, most + 1) if expected_tokens(alpha, gamma)
-                 > gamma * cost + seconds(rows, gamma + 1) / seconds(rows, 1)]
-        check_batch(alpha, gamma, cost, seconds, most, max(gains, default=0))

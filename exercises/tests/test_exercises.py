@@ -33,7 +33,7 @@ def out(tmp_path):
 def test_no_bare_assert_reaches_a_student(task):
     """It would say what was false, but neither what was given nor what is wrong: `teach.promise`
     does. And all tests of a task exist."""
-    for test in task.tests:
+    for test in task.all_tests:
         file, name = test.partition("[")[0].split("::")
         node = find(ast.parse((ROOT / file).read_text(encoding="utf-8")), name)
         assert not [n.lineno for n in ast.walk(node) if isinstance(n, ast.Assert)], test
@@ -201,6 +201,28 @@ def test_folders_and_names_that_do_not_exist(tmp_path):
         assert code == 2 and f"there is no {'folder' if name == '1' else 'exercise'}" in said
 
 
+def test_marks_for_what_was_set(out, tmp_path):
+    """--only: the rows and the sum of these exercises."""
+    put_answer(out, "16", "max(1, self.drafted)", "max(1, self.drafted)")
+    graded(out, "--only", 16, 18, "--gradescope", file := tmp_path / "results.json")
+    found = json.loads(file.read_text())
+    assert [(test["number"], test["score"], test["max_score"]) for test in found["tests"]] == [
+        ("16", 4, 4), ("18", 0, 4)] and found["score"] == 4
+
+
+def test_a_verdict_cannot_be_written_by_an_answer(out):
+    """A file that says "passed", and an exit while the answer is loaded."""
+    task = choose("18")
+    forged = [*b'{"status": "passed"}']
+    text = ("import torch\n" + original(task) + "\ndef forge():\n"
+            f"    torch.from_file('result.json', True, {len(forged)}, dtype=torch.uint8).copy_(\n"
+            f"        torch.tensor({forged}))\n    raise SystemExit\n\nMADE = forge()\n")
+    text = text.replace("    return (seconds", "    MADE\n    return (seconds")
+    (out / file_name(task)).write_text(text)
+    code, printed, _ = graded(out, 18, "--json")
+    assert code == 1 and json.loads(printed)[0]["status"] == "failed"
+
+
 # --- diagnose
 
 
@@ -215,7 +237,7 @@ def test_a_diagnosis_is_graded_by_its_line(tmp_path, monkeypatch):
     for line, status in ((right, "passed"), (right - 1, "failed")):
         first.write_text(text.replace("line: ?", f"line: {line}"))
         assert diagnose.grade(first)[0] == status
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="is not empty: nothing was written"):
         diagnose.write(tmp_path / "first")
     drawn = [[path.name for path in sorted(diagnose.write(tmp_path / str(n), seed).iterdir())]
              for n, seed in enumerate((1, 2, 1))]

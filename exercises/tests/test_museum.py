@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tiny import law as enumerated
 from tiny import wide
 
 import control
-from exercises import autograder, museum
+from exercises import autograder, exam, museum
 from exercises.answers import original
 from exercises.museum import EXHIBITS, OURS, RIGHT, five, laws, off, show
 from exercises.tasks import choose, file_name
@@ -69,10 +70,12 @@ def test_each_sheet_has_one_wrong_verifier_and_an_answer_is_judged(capsys):
         assert museum.judge(seed, other, p, q) == (
             False, f"the law of number {other} is right for these p and q, and for all others")
     assert len(sheets) > 15
-    seed = next(seed for seed in range(20) if "softmax" in five(seed)[0][five(seed)[1] - 1].name)
-    says = museum.judge(seed, five(seed)[1], [0.5] * 2, [0.5] * 2)[1]
-    assert "but with these p and q its law is right" in says
-    words = f"--five 0 --answer {five(0)[1]} --p 0.6 0.4 --q 0.2 0.8"
+    says = [museum.judge(seed, five(seed)[1], [0.5] * 2, [0.5] * 2)[1] for seed in range(9)]
+    assert any("but with these p and q its law is right" in why for why in says)
+    page = {museum.diff(e)[-1] for e in EXHIBITS}
+    assert not any(museum.diff(e)[-1] in page for e in museum.unprinted())
+    assert len(museum.unprinted()) > 9
+    words = f"--five 0 --answer {five(0)[1]} --p 0.6 0.3 0.1 --q 0.2 0.3 0.5"
     assert museum.main(words.split()) == 0
     assert capsys.readouterr().out.startswith("right: with these p and q, number ")
 
@@ -90,39 +93,45 @@ def test_a_bad_answer_gets_one_line(words, says, capsys):
 # --- the exam, and the zip for a server
 
 
-def test_the_numbers_of_the_exam():
-    exam = Path(museum.__file__).with_name("exam.md").read_text(encoding="utf-8").replace("\n", " ")
-    p, q = [0.6, 0.3, 0.1], [0.3, 0.3, 0.4]
-    assert sum(map(min, p, q)) == pytest.approx(0.7)
+def accepted(judge, coins, draft=None, q=None):
+    return int(judge(coins.choose(q) if draft is None else draft, coins)[0])
+
+
+def test_the_answers_of_the_exam_are_those_of_the_library():
+    """Those that are printed, and those for other numbers."""
+    page = Path(museum.__file__).with_name("exam.md").read_text(encoding="utf-8").replace("\n", " ")
     from_p = (("residual = (residual - q).clamp_(min=0)", "residual = p"),)
-    wrong = EXHIBITS[0]._replace(changes=from_p, p=[p, [1, 0, 0]], q=[q])
-    law = [laws(wrong)[0][t, 0] for t in range(3)]
-    assert law == pytest.approx([0.48, 0.39, 0.13]) and off(wrong) == pytest.approx(0.12)
+    for p, q in (([0.6, 0.3, 0.1], [0.3, 0.3, 0.4]), ([0.2, 0.2, 0.6], [0.5, 0.4, 0.1])):
+        wrong = EXHIBITS[0]._replace(changes=from_p, p=[p, [1, 0, 0]], q=[q])
+        rate, rest, law, far = exam.verifier(p, q)
+        assert law == pytest.approx([laws(wrong)[0][t, 0] for t in range(3)])
+        assert far == pytest.approx(off(wrong)) and rate == pytest.approx(sum(map(min, p, q)))
+        residual = [max(a - b, 0) for a, b in zip(p, q, strict=True)]
+        assert rest == pytest.approx([x / sum(residual) for x in residual])
 
-    p, q = wide([[0.25, 0.75]] * 3)[None], wide([[0.75, 0.25]] * 2)[None]
-    for rule, whole, mean in ((verify, 1 / 3, 0.75), (verify_block, 1.0, 0.875)):
-        draft = torch.tensor([[0, 1]])
-        found = enumerated(lambda coins, rule=rule, draft=draft: int(rule(p, q, draft, coins)[0]))
-        assert found.get(2, 0.0) == pytest.approx(whole)
-        assert rule is verify or found.get(1, 0.0) == 0
-        found = enumerated(lambda coins, rule=rule: int(rule(p, q, coins.choose(q), coins)[0]))
-        assert sum(n * chance for n, chance in found.items()) == pytest.approx(mean)
+    for p, q in (([0.25, 0.75], [0.75, 0.25]), ([0.4, 0.6], [0.7, 0.3])):
+        rows, drawn = wide([p] * 3)[None], wide([q] * 2)[None]
+        for rule, (chance, mean) in zip((verify, verify_block), exam.blocks(p, q), strict=True):
+            judge = partial(rule, rows, drawn)
+            found = enumerated(partial(accepted, judge, draft=torch.tensor([[0, 1]])))
+            assert found.get(2, 0.0) == pytest.approx(chance)
+            found = enumerated(partial(accepted, judge, q=drawn))
+            assert sum(n * weight for n, weight in found.items()) == pytest.approx(mean)
 
-    speeds = [control.expected_speedup(0.6, gamma, 0.25) for gamma in (1, 2, 3)]
-    assert [f"{speed:.3f}" for speed in speeds] == ["1.280", "1.307", "1.243"]
-    assert control.expected_tokens(0.6, 2) / (2 * 0.25 + 1.5) == pytest.approx(0.98)
-    assert (control.expected_tokens(0.6, 2) - 1) / 2 == pytest.approx(0.48)
+    for alpha, cost, slow in ((0.6, 0.25, 1.5), (0.8, 0.1, 2.0)):
+        speeds, wide_pass, share = exam.pays(alpha, cost, slow)
+        assert speeds == pytest.approx(
+            [control.expected_speedup(alpha, gamma, cost) for gamma in (1, 2, 3)])
+        assert wide_pass == pytest.approx(control.expected_speedup(alpha, 2, cost, slow))
+        assert share == pytest.approx((control.expected_tokens(alpha, 2) - 1) / 2)
+
+    written, dead, start = exam.cache(5, 3, 1)
+    at = torch.tensor([[start]])
+    assert visible(at, at, 8)[0, 0].nonzero()[:, 0].tolist() == list(range(start + 1))
+    assert (written, dead, start) == ([4, 5, 6, 7], [6, 7], 6)
     for words in ("(0.48, 0.39, 0.13)", "0.12", "0.875",
                   "= 1.28; 1.96 / 1.5 = 1.307; 2.176 / 1.75 = 1.243", "= 0.98"):
-        assert words in exam
-
-    known, drafted, kept = 5, 3, 1
-    block = torch.arange(known - 1, known + drafted)[None]
-    after = known + kept                                    # where the replacement stands
-    assert block.tolist() == [[4, 5, 6, 7]]
-    assert [s for s in block[0].tolist() if s >= after] == [6, 7]
-    at = torch.tensor([[after]])
-    assert visible(at, at, 8)[0, 0].nonzero()[:, 0].tolist() == list(range(7))
+        assert words in page
 
 
 def test_the_zip_grades_an_answer_as_the_server_would(tmp_path):
