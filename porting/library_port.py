@@ -290,6 +290,8 @@ def rounds(r, dtype, coins):
         return p[-1]
 
     notes, lines = Notes(drafter_of(r, m)), []
+    if all(len(prompt) >= m.c.max_len for prompt in r["prompts"]):      # which the loop refuses
+        return {"rounds": lines}
     for _, outcome in speculative.rounds(m, r["prompts"], r["max_new"], notes, probs, coins,
                                          r["eos"]):
         *drawn, last = coins.spent

@@ -83,6 +83,8 @@ def is_exact(request):
     if "rule" in request:
         chances = [request["p"], request["q"], request["uniforms"]]
         return all(x * 8 % 1 == 0 for x in check.numbers(chances))
+    if request.get("u") == 1 - 2**-53:      # the largest uniform
+        request = request | {"u": 0}
     return (request["op"] in ("choose", "verify")
             and all(x * 8 % 1 == 0 for x in check.numbers(request))
             or request["op"] == "probs" and len(set(request["logits"]["data"])) == 1)
@@ -122,7 +124,10 @@ def write(folder, out, brief=False):
         if "words" in request:
             ids = request["prompts"][0] + [t for r in told["rounds"] for t in r["new"][0]]
             lines[-1]["words"] = read_tokenizer(ROOT / request["model"]).decode(ids)
-        rounds += [{"case": number, **line} for line in told.pop("rounds", [])]
+        rows = told.pop("rounds", None)
+        rounds += [{"case": number, **line} for line in rows or ()]
+        if rows == []:
+            told["rounds"] = []     # which the file of rounds cannot say
         lines[-1]["answer"] = with_prints(told, brief)
         print(f"{number} {request['op']:12} margin {margin:.1e}", flush=True)
     write_lines(out / "answers.jsonl", lines)

@@ -260,6 +260,7 @@ def script(body):
     ("print(json.dumps({'case': '301'}))", "line 1: \"case\" is the string '301', not a number"),
     ("time.sleep(60)", "was stopped after 1.0 seconds, with 0 cases answered"),
     ("print('{\"case\": 301, \"y\": -nan}')", "is no answer (nan and inf are not JSON): '{"),
+    ("pass", "ended with status 0 and printed nothing: does it read standard input"),
 ])
 def test_a_port_that_gives_no_answer(call, body, words):
     seconds = 1 if "sleep" in body else 60
@@ -292,6 +293,24 @@ def test_what_a_port_has_started_ends_with_it(call, tmp_path, last, words):
     os.close(pipe)
 
 
+def test_a_panic_is_told_by_its_message_and_not_by_its_backtrace():
+    err = ("thread 'main' panicked at src/main.rs:5:9:\nindex out of bounds: the len is 3\n"
+           "stack backtrace:\n   0: rust_begin_unwind\n   1: core::panicking::panic_fmt\n"
+           "             at /rustc/library/core/src/panicking.rs:72:14\n   2: port::main\n"
+           "note: Some details are omitted")
+    assert check.last_words(err).endswith("main.rs:5:9: index out of bounds: the len is 3")
+
+
+def test_uniforms_are_compared_to_nine_digits():
+    """A float32 has seven: its uniforms are refused, and right ones of nine digits pass."""
+    expect = CORE[903][1]
+    said = json.loads(json.dumps(expect["answer"]))
+    for digits, right in (("%.9g", True), ("%.7g", False)):
+        for line in said["rounds"]:
+            line["u_next"] = [float(digits % u) for u in line["u_next"]]
+        assert (check.judge({903: CORE[903]}, {903: said})[903] is None) == right
+
+
 def test_which_cases_are_asked_for(call, tmp_path):
     port = script("print(json.dumps({'case': case['case'], 'todo': True}))")
     status, out, _ = call("--to", 3, *port)
@@ -299,4 +318,8 @@ def test_which_cases_are_asked_for(call, tmp_path):
     status, out, _ = call("--case", 304, "--tolerance", 1e-9, *NUMPY)
     assert status == 1 and "304 NO" in out
     call.refuses(["--case", 12345, *port], tmp_path, "there is no such case")
+    for flags, trees, stories in (([], True, True), (["--no-trees"], False, True),
+                                  (["--no-stories"], True, False), (["--core"], False, False)):
+        out = call(*flags, *port)[1]
+        assert ("981 --" in out, "991 --" in out) == (trees, stories)
     call.refuses(["--case", 301, "no_port"], tmp_path, "no_port: cannot be run")
