@@ -24,7 +24,7 @@ def test_flags_that_a_command_does_not_read_are_refused(call, monkeypatch, tmp_p
     call.refuses(["real", "--prompts", "mahts"], tmp_path,
                  "mahts: neither a file nor one of chat")
     call.refuses(["real", "--model", DRAFT, "--draft", "exit --tree 3"], tmp_path,
-                 "--tree does not go with --draft exit")
+                 "--draft exit: unrecognized arguments: --tree")
     monkeypatch.setitem(sys.modules, "transformers", None)
     call.refuses(["check", "--model", DRAFT], tmp_path, "transformers is not installed")
 
