@@ -254,6 +254,7 @@ def test_standard_input(call, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("argv, culprit", [
     ("", "prompt"), ("x --prompt-file y", "prompt"), ("--prompt-file no.txt", "no.txt"),
+    ("--prompt-file /", "/: Is a directory"),
     ("x --chat", "chat template"), (f"'{'word ' * 600}'", "the prompt has 602 tokens"),
     ("x --picture run.png", "run.png"), ("x --page run.png", "run.png"),
     ("x --page a.html --draft eagle --tree 3", "--page"),
