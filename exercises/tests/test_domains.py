@@ -718,7 +718,7 @@ def verify_tree(c, ours, theirs):
     sure = whole(c, 0, c.V, c.depth + 1)
     p = torch.nn.functional.one_hot(sure, c.V).double()                 # (depth + 1, V)
     others = p.clone()
-    place = 0 if c.doubt == "at the root" else c.draw.randrange(c.depth + 1)
+    place = 0 if c.doubt == "at the root" else max(0, c.depth - 1 - c.draw.randrange(2))
     p[place], *unsure, ids = doubt(c, c.V, 3 if c.siblings < 4 else 5)
     drawn = 2 if c.q == "drawn" and c.siblings < 4 else 0
     nodes = []          # (parent, depth, rank, is it on the way down?) of each
