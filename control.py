@@ -6,14 +6,10 @@ first token of a draft is accepted, and c is the cost of a drafted step relative
 A rule says how far to draft; no rule can change the distribution of the text. Confidences come from
 the raw softmax, so that they mean something even at temperature 0.
 """
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from itertools import pairwise
-
 import torch
 
 from drafter import MOST, Rule
-from model import Config, Refused
+from model import Refused
 from sampling import raw_probs
 
 
@@ -96,76 +92,6 @@ def best_along(series, cost, most=MOST, least=0, pass_cost=lambda T: 1.0):
     most = min(most, max(map(len, series)))
     gamma = max(range(least, most + 1), key=speed)
     return gamma, speed(gamma)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """The cost of each part of a pass over one token, in any unit."""
-    sublayers: tuple[float, ...]  # of each of the 2L sub-layers
-    head: float                   # of the output head
-    passes: tuple = ((1, 1.0),)   # (T, cost of a pass over T tokens relative to one), T rising
-    slot: float = 0.0             # extra cost of an attention per token that it reads
-    context: int = 0              # `sublayers` holds for attentions that read this many tokens
-    window: int | None = None     # the most tokens that an even block's attention reads
-    call: float = 0.0             # fixed cost of any step, such as choosing a token
-    thinking: float = 0.0         # of choosing how to draft, which the device waits for
-
-    @property
-    def whole(self):
-        return sum(self.sublayers) + self.head + self.call
-
-    def pricing(self, sublayers: Iterable[int], share: float = 1.0) -> Callable[[int], float]:
-        """n -> the cost of these sub-layers and a share of the head, for a token after n others.
-
-        >>> price = Costs((2.0, 3.0), 1.0, slot=0.5).pricing([0, 1])
-        >>> price(0), price(4)
-        (6.0, 8.0)
-        """
-        fixed = sum(self.sublayers[i] for i in sublayers) + share * self.head + self.call
-        sliding = sum(i % 4 == 0 for i in sublayers)    # attentions of even blocks
-        full = sum(i % 4 == 2 for i in sublayers)       # and of odd ones, which have no window
-        window = self.window or float("inf")
-
-        def price(n):
-            more = full * (n - self.context)
-            more += sliding * (min(n, window) - min(self.context, window))
-            return fixed + self.slot * more
-
-        return price
-
-    def step(self, sublayers: Iterable[int], share: float = 1.0) -> float:
-        """The c of the formulas, which is the cost of a drafted step relative to a target pass, in
-        a text of `context` tokens. Both include `call` and the head; a draft vocabulary makes the
-        draft's head smaller (`share`)."""
-        return self.pricing(sublayers, share)(self.context) / self.whole
-
-    def pass_cost(self, T: int, rows: int = 1) -> float:
-        """The cost of a pass over T tokens of each row, relative to one token of each. It is linear
-        between the measured widths and beyond the last one. Counted in weights it is 1 for every T,
-        because a pass reads them once.
-
-        >>> costs = Costs((2.0, 2.0), 1.0, ((1, 1.0), (2, 1.25), (4, 1.5)))
-        >>> costs.pass_cost(3), costs.pass_cost(6)
-        (1.375, 1.75)
-        """
-        if rows > 1:
-            return self.pass_cost(rows * T) / self.pass_cost(rows)
-        slope = 0.0
-        for (low, before), (high, after) in pairwise(self.passes):
-            slope = (after - before) / (high - low)
-            if T <= high:
-                return before + slope * (T - low)
-        widest, cost = self.passes[-1]
-        return cost + max(0.0, slope) * (T - widest)    # trap: measured costs can also fall
-
-
-def weight_costs(c: Config) -> Costs:
-    """Costs counted in weights, keys and values, since reading them takes most of the time of a
-    pass."""
-    attn = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
-    mlp = 3 * c.dim * c.hidden_dim
-    slot = 2 * c.n_kv_heads * c.head_dim
-    return Costs((attn, mlp) * c.n_layers, c.vocab_size * c.dim, slot=slot, window=c.window)
 
 
 class Confidence(Rule):

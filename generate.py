@@ -64,7 +64,8 @@ def parse(argv):
     return flags.parse(argv, SOURCES)
 
 
-def plan_of(options, model, tokenizer):
+def plan_of(options, model, tokenizer, rows=1):
+    options = flags.Options(**vars(options) | {"rows": rows})
     return SOURCES[options.source].plan(options, model, tokenizer)
 
 
@@ -118,7 +119,7 @@ def complete(options):
         encode = import_module("support.chat").encoder(options.model, encode)
     prompts = [encode(text) for text in texts.values()]
     check_prompts(model, prompts, options.max_new, list(texts))
-    plan = plan_of(options, model, tokenizer)
+    plan = plan_of(options, model, tokenizer, len(prompts))
     start = partial(write, options, model, prompts)
     if options.fast:
         plan.rehearse(model, start)

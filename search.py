@@ -13,6 +13,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 if __name__ == "__main__":      # until the modules are loaded, Ctrl-C ends without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -20,7 +21,7 @@ if __name__ == "__main__":      # until the modules are loaded, Ctrl-C ends with
 import torch
 
 import checkpoint
-from control import Costs, acceptance_rate, best_along
+from control import acceptance_rate, best_along
 from kvcache import KVCache
 from layerskip import check_sublayers, shared_prefix
 from model import Placement, Refused, Transformer
@@ -106,13 +107,13 @@ class Calibration:
 Trial = namedtuple("Trial", "speedup alpha cost gamma")
 
 
-def speedup(calibration: Calibration, costs: Costs, sublayers: Sequence[int]) -> Trial:
+def speedup(calibration: Calibration, machine, sublayers: Sequence[int]) -> Trial:
     """The expected speed-up with the best gamma (Leviathan et al. 2023, Theorem 3.8, on acceptances
     along a text). Gamma is at least 1, so that values below 1 still tell a bad set from a worse
     one."""
     series = [t.acceptance(sublayers, calibration.short) for t in calibration.teachers]
-    cost = costs.step(sublayers, calibration.share)
-    gamma, gain = best_along(series, cost, least=1, pass_cost=costs.pass_cost)
+    cost = machine.draft(sublayers, calibration.share).start
+    gamma, gain = best_along(series, cost, least=1, pass_cost=partial(machine.verify, 0))
     return Trial(gain, float(torch.cat(series).mean()), cost, gamma)
 
 

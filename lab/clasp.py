@@ -3,10 +3,11 @@ CLaSp skips a given number of blocks, and KnapSpec weighs attentions and MLPs by
 take. By our tables an early exit gains more than either."""
 import torch
 
-from control import Confidence, best_gamma, expected_speedup, weight_costs
+from control import Confidence, best_gamma, expected_speedup
 from kvcache import pick
 from lab.aside import aside
 from layerskip import SelfDraft, same_model
+from methods.costs import by_weights
 
 
 def nearest(states, run, times, most, least=-1.0):
@@ -120,21 +121,21 @@ class KnapSpec(Nearest):
     best token was the target's at the last `window` places; the set and the length of the best
     expected speed draft, none if none gains.
 
-    Two things differ here. Times come from a Costs table, by default counting the weights, and
+    Two things differ here. Times come from a `Machine`, by default counting the weights, and
     alpha starts from one hit and one miss, since few places are counted. The first and the last
     block are always run, and sets whose cosine falls below a half are given up, as in the authors'
     code.
     """
 
-    def __init__(self, model, gamma=8, costs=None, every=128, window=16):
+    def __init__(self, model, gamma=8, machine=None, every=128, window=16):
         L = model.c.n_layers
         super().__init__(model, [[i] for i in range(2 * L)], 0, every)
-        self.costs = costs or weight_costs(model.c)
+        self.machine = machine or by_weights(model.c)
         self.window = window
         self.longest = gamma
-        unit = min(self.costs.sublayers)
-        self.times = [min(5, round(t / unit)) if 1 < i < 2 * L - 2 else 0
-                      for i, t in enumerate(self.costs.sublayers)]
+        parts = self.machine.attention, self.machine.mlp
+        self.times = [min(5, round(t / min(parts))) if 1 < i < 2 * L - 2 else 0
+                      for i, t in enumerate(L * parts)]
 
     def begin(self, state, trace):
         super().begin(state, trace)
@@ -154,7 +155,8 @@ class KnapSpec(Nearest):
         for gone, hit in zip(sets, hits, strict=True):
             if gone is not None:
                 alpha = (hit + 1) / (said.shape[1] + 2)
-                cost = self.costs.step([i for i in range(len(self.units)) if i not in gone])
+                left = [i for i in range(len(self.units)) if i not in gone]
+                cost = self.machine.draft(left).start
                 gamma = best_gamma(alpha, cost, self.longest)
                 speed = expected_speedup(alpha, gamma, cost)
                 if speed > best:

@@ -22,10 +22,12 @@ the durations in a log of llama.cpp.
 """
 import math
 import sys
+from functools import partial
 from itertools import pairwise
 
-from control import Costs, expected_tokens, round_cost
+from control import expected_tokens, round_cost
 from lab import logs
+from methods.costs import between
 from model import Refused
 from support import cli
 from support.texts import read_input
@@ -75,7 +77,7 @@ def passes_of(pairs):
         raise Refused("--passes needs the cost of a pass over one token (1:...), and each width "
                       "once")
     one = pairs[0][1]
-    return Costs((), 1.0, tuple((width, cost / one) for width, cost in pairs)).pass_cost
+    return partial(between, [(width, cost / one) for width, cost in pairs])
 
 
 def fitted(runs, plain):

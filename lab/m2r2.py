@@ -9,7 +9,7 @@ from lab.aside import ScratchTail, masks
 from lab.transfer import own_weights
 from layerskip import SelfDraft, early_exit
 from machine.standin import StandIn, bare
-from methods.base import Head, Price, unit
+from methods.base import Head, unit
 from methods.kangaroo import Kangaroo
 from model import Placement
 
@@ -41,6 +41,7 @@ class M2R2(Head, StandIn):
     loading of experts.
     """
     kind = "m2r2"
+    reads = True
 
     def __init__(self, model, exit_layer, rank=None):
         L = model.c.n_layers
@@ -53,7 +54,7 @@ class M2R2(Head, StandIn):
         self.taps = [2 * -(-i * L // E) - 1 for i in range(1, 1 + E)]
         down = 0.02 * torch.randn(E, rank, dim, generator=torch.Generator().manual_seed(0))
         self.weights = own_weights(model, down=down, up=torch.zeros(E, dim, rank))
-        self.price = Price(trunk=E, weights=self.count(), reads=True)
+        self.trunk = early_exit(L, E)
 
     def rise(self, run, x, at, cache, trace=None):
         """The states after each of the first E blocks, (B, T, dim) each. Of the rows x (B, T, dim)

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 import checkpoint
 import generate
-from control import Confidence, weight_costs
+from control import Confidence
 from lab.bench.passes import rehearsed, step
 from lab.bench.shared import GEMMA, LLAMA, ROOT, SHAPES, WEIGHTS, random_model
 from layerskip import SelfDraft, early_exit
@@ -39,6 +39,7 @@ from machine.quant import KINDS, Int4, quantise
 from machine.recorded import Recorded, Session
 from machine.tapes import graph, joined, simulated, whole
 from machine.tolerance import distance
+from methods.costs import by_weights
 from methods.lookup import NGram
 from model import Refused
 from speculative import rounds
@@ -163,7 +164,7 @@ def shape(a, page, name, c, read):
     L = c.n_layers
     new = 8 if a.tiny else 64
     ids = torch.randint(c.vocab_size, (64,), generator=torch.Generator().manual_seed(0)).tolist()
-    bytes_read = 2 * (weight_costs(c).whole + L * c.n_kv_heads * c.head_dim * 2 * (64 + new / 2))
+    bytes_read = 2 * (by_weights(c).unit + L * c.n_kv_heads * c.head_dim * 2 * (64 + new / 2))
     on_gpu = a.device == "cuda"
     repeats = 3 if a.tiny else 10
 
@@ -192,7 +193,7 @@ def shape(a, page, name, c, read):
 
     def leaving(e):
         part = early_exit(L, e)
-        return ratio(step(fast, 1, 64, part)) | {"c by weights": weight_costs(c).step(part)}
+        return ratio(step(fast, 1, 64, part)) | {"c by weights": by_weights(c).draft(part).start}
 
     def quantised(kind):
         return ratio(step(fast.alongside(quantise(model, kind)), 1, 64))

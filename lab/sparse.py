@@ -62,14 +62,14 @@ class SparseDraft(Drafter):
         return chain(state, step, self.rule)
 
 
-def step_cost(costs, n, sinks, window):
+def step_cost(machine, n, sinks, window):
     """What a drafted token after n others costs relative to a pass of the target over one token, by
     what each reads. Where an attention has a window of its own, as Gemma-2's have, a draft reads up
     to `sinks` tokens less than is counted here.
 
-    >>> from control import Costs
-    >>> step_cost(Costs((9.0, 9.0), 2.0, slot=2.0), 10, sinks=2, window=5)    # 32 / 40
+    >>> from methods.costs import Machine
+    >>> machine = Machine.of(1, attention=9.0, mlp=9.0, head=2.0, slope=2.0)
+    >>> round(step_cost(machine, 10, sinks=2, window=5), 6)         # 32 / 40
     0.8
     """
-    price = costs.pricing(range(len(costs.sublayers)))
-    return price(min(n, sinks + window - 1)) / price(n)
+    return machine.verify(min(n, sinks + window - 1)) / machine.verify(n)

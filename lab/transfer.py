@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from control import weight_costs
 from lab.aside import ScratchTail, masks
 from machine.standin import bare
-from methods.base import Head, Price
+from methods.base import Head
+from methods.costs import by_weights
 from methods.medusa import MedusaDraft
 from model import Placement, Refused
 
@@ -60,9 +60,15 @@ class Transfer(Head):
         self.taps = [2 * max(1, inject_layer) - 1]
         self.weights = own_weights(model, matrix=torch.eye(dim).repeat(steps, 1, 1),
                                    bias=torch.zeros(steps, dim))
-        # one pass of them for all rows
-        above = sum(weight_costs(model.c).sublayers[2 * inject_layer :])
-        self.price = Price(weights=(self.count() + above) / steps, longest=steps)
+        self.longest = steps
+
+    def per_token(self):
+        """A share of its own weights and of the blocks above, which one pass reads for all rows."""
+        c = self.model.c
+        counted = by_weights(c)
+        blocks = c.n_layers - self.shape["inject_layer"]
+        above = blocks * (counted.attention + counted.mlp) * counted.unit
+        return (self.count() + above) / self.steps
 
     def spread(self, x):
         """The pseudo states of each token, (B, T, dim) -> (B, T, steps, dim)."""

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from checkpoint import put
-from control import Costs
 from machine import rows
 from machine.rows import FLOATS, WIDTHS, Weight, describe
 from machine.standin import bare
@@ -336,12 +335,3 @@ def size(module):
         return module.nbytes
     tensors = [*module.parameters(), *module.buffers()]
     return sum(t.nbytes for t in tensors)
-
-
-def byte_costs(model):
-    """Costs counted in the bytes that a pass reads, for passes that wait for memory."""
-    c = model.c
-    parts = tuple(size(part) for b in model.blocks for part in (b.attn, b.mlp))
-    head = size(model.tok if model.head is None else model.head)
-    slot = 2 * c.n_kv_heads * c.head_dim * model.attention_dtype().itemsize     # a key and a value
-    return Costs(parts, head, slot=slot, window=c.window)

@@ -1,15 +1,15 @@
 """Arms: ways to draft with known costs, from which `methods.pace` chooses; and a rule that stops a
 draft by calibrated confidence."""
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from control import MOST, expected_tokens
 from drafter import Drafter, ModelDraft, Rule
 from layerskip import SelfDraft, early_exit
+from methods.costs import Line
 from methods.counts import Beta, outcomes
-from methods.heads import pricing, shorter
+from methods.heads import drafting, shorter
+from methods.lookup import DEPTH, Suffix
 from methods.standin import ShortHead
 from sampling import raw_probs
 
@@ -17,6 +17,7 @@ FADE = 0.95     # the share of the counts that remains after each round
 BIN_FADE = 0.98     # the same for a bin of confidence, after each token in it
 UNKNOWN = 11    # the bin of a confidence that was not asked for
 EXITS = 1 / 12, 1 / 6, 1 / 4, 1 / 3     # shares of the blocks after which it is good to leave
+COPY = 7    # tokens that may be copied, because with the last one they fill a recorded block of 8
 PRIOR = 4       # tests that the training of a head, or an earlier text, counts for
 
 
@@ -77,17 +78,29 @@ class Calibrated(Rule):
 
 @dataclass(eq=False)
 class Arm:
-    """A way to draft, and what it costs. drafting(n, g) is the cost, in target passes over one
-    token, of g tokens after n others. drafting(n, 0) is the part that occurs only once, to read
-    what others have written. `longest` is the longest draft."""
+    """A way to draft, and what it costs."""
     name: str
     drafter: Drafter
-    drafting: Callable
-    longest: int = MOST
+    each: Line              # a drafted token
+    once: float = 0.0       # a draft, whatever its length
+    reading: float = 0.0    # each token but one that the drafter has not read
+    longest: int = MOST     # tokens of a draft
 
-    def further(self, n):
-        """The cost of each token after the first."""
-        return self.drafting(n, 2) - self.drafting(n, 1)
+    def cost(self, n, g):
+        """A draft of g > 0 tokens in a text of n tokens, if the drafter has read the text."""
+        return self.once + g * self.each.at(n)
+
+    def catch_up(self):
+        """What the drafter must read first."""
+        follower = self.drafter.follower
+        return self.reading * max(0, follower.unread - 1) if follower else 0.0
+
+    def hope(self):
+        """An optimistic estimate of its acceptance rate, so that what was little tried is tried."""
+        return self.drafter.rule.acceptance.high()
+
+    def propose(self, state):
+        return self.drafter.propose(state)
 
     def alone(self, longest, asks=False):
         """Its drafter without Pace, for drafts of this length. With asks, its rule is asked, but
@@ -98,67 +111,82 @@ class Arm:
         return drafter
 
 
-def by_token(price):
-    """The `drafting` of an Arm whose tokens each cost price(n)."""
-    price = lru_cache(1)(price)     # a round asks for the same n many times
-    return lambda n, g: g * price(n)
+class Copies(Arm):
+    """Suffix decoding. What it would copy is known before the round, and what that would have been
+    worth is known after it, whoever drafted. A long match is right more often than a short one."""
+
+    def __init__(self):
+        super().__init__("suffix", Suffix(COPY, factor=4.0), Line(0.0))   # Pace cuts its drafts
+        # how often copied tokens are right, by the bits of the length of their match
+        self.rates = [Beta(prior=1 - 0.5**k) for k in range(1 + DEPTH.bit_length())]
+        self.found = []     # what each row would copy
+
+    def look(self, state):
+        """Find what may be copied in this round."""
+        self.drafter.enter(state)
+        self.found = self.drafter.found(state)
+        self.longest = max(map(len, self.found))
+
+    def hope(self):
+        """The acceptance rate of what may be copied now, on average over the rows."""
+        rates = [self.rates[m.bit_length()].mean() if m else 0.0 for m in self.drafter.matched]
+        return sum(rates) / len(rates)
+
+    def propose(self, state):
+        return self.drafter.copy(state, self.found)
+
+    def learn(self, new):
+        """Compare what could have been copied with the `new` tokens of each row."""
+        for m, copied, row in zip(self.drafter.matched, self.found, new, strict=False):
+            same = [x == y for x, y in zip(copied, row, strict=False)]
+            if same:
+                right = [*same, False].index(False)
+                rate = self.rates[m.bit_length()]
+                rate.fade(FADE)
+                rate.add(right, right < len(same))
+        self.found = []
 
 
-def with_reading(drafting, drafter, each, once, costs):
-    """The `drafting` of an Arm whose drafter first reads what was written since it last drafted.
-    Its pass over one of these tokens costs `each`, of which `drafting` contains all but `once`."""
-    def cost(n, g):
-        follower = drafter.follower
-        unread = costs.pass_cost(max(1, follower.unread), len(follower.filled)) if follower else 1.0
-        return each * (unread - 1) + once * (g > 0) + drafting(n, g)
-
-    return cost
-
-
-def self_draft(name, model, sublayers, costs):
+def self_draft(name, model, sublayers, machine):
     """The Arm of a SelfDraft. model: the target, or a ShortHead around it."""
-    own = costs.pricing(sublayers, model.share)
-    whole = costs.pricing(range(2 * model.c.n_layers))
-    drafting = by_token(lambda n: own(n) / whole(n))
-    return Arm(name, SelfDraft(model, sublayers, Calibrated()), drafting)
+    each = machine.draft(sublayers, model.share)
+    return Arm(name, SelfDraft(model, sublayers, Calibrated()), each)
 
 
-def head_draft(head, costs, vocab=None):
+def head_draft(head, machine, vocab=None):
     """The Arm of a trained head (methods/heads.py). It drafts with the draft vocabulary `vocab`
     (its ids) if it has none of its own."""
     if vocab:
         head = shorter(head, vocab)
-    longest = head.price.longest
-    rule = Calibrated(gamma=longest)
+    rule = Calibrated(gamma=head.longest)
     if head.ranks:
-        rule = Calibrated(gamma=longest, prior=head.ranks[0], tests=PRIOR)
-    drafter = head.drafter(rule)
-    drafting = by_token(pricing(head, costs))
-    if head.price.reads:
-        # an adapter reads one token even if it missed none; EAGLE's block drafts with that one
-        each = sum(costs.sublayers[: 1 if head.price.trunk else 2]) / costs.whole
-        drafting = with_reading(drafting, drafter, each, each * (head.price.trunk > 0), costs)
-    return Arm(head.kind.replace("_", " "), drafter, drafting, longest)
+        rule = Calibrated(gamma=head.longest, prior=head.ranks[0], tests=PRIOR)
+    arm = Arm(head.kind.replace("_", " "), head.drafter(rule), drafting(head, machine),
+              longest=head.longest)
+    if head.own and head.reads:
+        block = machine.attention
+        if head.trunk:      # an adapter reads one token even if it missed none
+            arm.once = block
+        else:               # EAGLE's block drafts with that one
+            block += machine.mlp
+        arm.reading = block * machine.further()
+    return arm
 
 
-def quantised(twin, c, costs):
-    """The Arm of a quantised copy of the model, whose step costs c target passes."""
+def quantised(twin, c, machine):
+    """The Arm of a quantised copy of the model, whose step costs c in a short text."""
     every = range(2 * twin.c.n_layers)
-    whole = costs.pricing(every)
-    saved = (1 - c) * costs.whole       # a longer text costs both the same
-    rule = Calibrated(prior=0.9, tests=PRIOR)
-    drafting = by_token(lambda n: 1 - saved / whole(n))
-    return Arm("quantised copy", SelfDraft(twin, every, rule), drafting)
+    each = machine.draft(every)._replace(start=c)       # a longer text costs both the same
+    return Arm("quantised copy", SelfDraft(twin, every, Calibrated(prior=0.9, tests=PRIOR)), each)
 
 
-def smaller(model, c, costs):
-    """The Arm of a smaller model, whose step costs c target passes, however long the text is."""
+def smaller(model, c, machine):
+    """The Arm of a smaller model, whose step costs c, however long the text is."""
     drafter = ModelDraft(model, Calibrated())
-    return Arm("small model", drafter,
-               with_reading(by_token(lambda n: c), drafter, c, 0.0, costs))
+    return Arm("small model", drafter, Line(c), reading=c * machine.further())
 
 
-def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None, small=None):
+def candidates(model, machine, skip=None, vocab=None, heads=(), rough=None, small=None):
     """The usual arms. Of the trained heads, only the most promising one is an arm. The quantised
     copy `rough` and the smaller model `small` join it if there are any, each given as the model and
     the cost of its step. Without all of these, the arms are exits after some parts of the blocks.
@@ -166,16 +194,16 @@ def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None, small=
     and heads draft with the draft vocabulary `vocab` (its ids), if there is one and the shorter
     head saves more than the fixed cost of a step."""
     L = model.c.n_layers
-    if vocab and costs.head * (1 - len(vocab) / model.c.vocab_size) < costs.call:
+    if vocab and machine.head * (1 - len(vocab) / model.c.vocab_size) < machine.step:
         vocab = None
     models = []
     if rough:
-        models.append(quantised(*rough, costs))
+        models.append(quantised(*rough, machine))
     if small:
-        models.append(smaller(*small, costs))
+        models.append(smaller(*small, machine))
     if heads:
-        best = max((head_draft(head, costs, vocab) for head in heads),
-                   key=lambda arm: promised(arm, costs))
+        best = max((head_draft(head, machine, vocab) for head in heads),
+                   key=lambda arm: promised(arm, machine))
         return [best, *models]
     short = ShortHead(model, vocab) if vocab else model
     drafts = {}
@@ -184,11 +212,11 @@ def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None, small=
         drafts = {f"exit {e}": early_exit(L, e) for e in layers}
     if skip:
         drafts["skip set"] = skip
-    return [self_draft(name, short, subs, costs) for name, subs in drafts.items()] + models
+    return [self_draft(name, short, subs, machine) for name, subs in drafts.items()] + models
 
 
-def promised(arm, costs):
+def promised(arm, machine):
     """The highest expected speed-up of an arm, by what its rule knows so far."""
     alpha = arm.drafter.rule.acceptance.mean()
-    return max(expected_tokens(alpha, g) / (arm.drafting(0, g) + costs.pass_cost(1 + g))
+    return max(expected_tokens(alpha, g) / (arm.cost(0, g) + machine.verify(0, 1 + g))
                for g in range(1, 1 + arm.longest))

@@ -6,7 +6,7 @@ model does not change, and neither does its text. Each kind has a file of its ow
 it learns to predict and how it drafts.
 """
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 
 import torch
@@ -49,18 +49,6 @@ def graft(model, first, count, hidden_dim=None):
     return own
 
 
-@dataclass(frozen=True)
-class Price:
-    """What one drafted token costs: `weights` of the head's own, `trunk` blocks of the model and
-    the share `output` of the output head. `reads` tells whether its attention covers the whole
-    text, and `longest` is the longest draft."""
-    weights: float
-    trunk: int = 0
-    output: float = 1.0
-    reads: bool = False
-    longest: int = MOST
-
-
 class Head:
     """What all kinds share, and what a new kind declares."""
     kind = ""           # its name
@@ -69,7 +57,9 @@ class Head:
     own = None          # a Transformer of a few blocks of its own that shares all else; see `graft`
     weights = None      # a module that holds all that is trained
     taps = ()           # the states of the target that it reads
-    price = None        # a Price: what a drafted token costs
+    trunk = ()          # the model's sub-layers that a drafted token runs
+    reads = False       # whether an attention of its own covers the whole text
+    longest = MOST      # tokens of a draft
     branches = False    # whether any node of its trees may have children, or only first children
     ranks = ()          # the chance that the model's greedy token is its first, second, ... choice
 
@@ -80,6 +70,10 @@ class Head:
     def count(self):
         """The number of its own weights."""
         return sum(p.numel() for p in self.weights.parameters())
+
+    def per_token(self):
+        """How many weights of its own a drafted token reads."""
+        return self.count()
 
     def predict(self, tokens, trace, cache):
         """What training compares with the target. Yields (k, logits (B, N, V)), where row n is what

@@ -6,9 +6,10 @@ batch the rows share one choice, since they share each pass. The constants are t
 """
 import torch
 
-from control import Confidence, acceptance_rate, best_gamma, expected_speedup, weight_costs
+from control import Confidence, acceptance_rate, best_gamma, expected_speedup
 from kvcache import pick
 from layerskip import SelfDraft, early_exit, same_model
+from methods.costs import by_weights
 from sampling import raw_probs
 
 OMEGA = 0.95    # the share of the counts that remains when a round is scored
@@ -37,8 +38,8 @@ class DEL(SelfDraft):
         self.exits = list(range(1, L)) if exits is None else list(exits)
         super().__init__(model, early_exit(L, self.exits[0]), Confidence(0.5, gamma))
         self.taps = (*(2 * e - 1 for e in self.exits), 2 * L - 1)
-        costs = weight_costs(model.c)
-        self.costs = [costs.step(early_exit(L, e)) for e in self.exits]
+        machine = by_weights(model.c)
+        self.costs = [machine.draft(early_exit(L, e)).start for e in self.exits]
         self.longest = gamma
         self.every = every
         self.counts = torch.zeros(4, len(self.exits), dtype=torch.float64)

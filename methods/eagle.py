@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drafter import Follower, chain
-from methods.base import Head, HeadDraft, Price, graft, unit
+from methods.base import Head, HeadDraft, graft, unit
 from model import Placement
 
 
@@ -22,6 +22,7 @@ class Eagle(Head):
     blocks (EAGLE-3, arXiv 2503.01840, section 3.1). The mix starts as the final state alone.
     """
     kind = "eagle"
+    reads = True
     reach = 2   # steps that it is trained on; more can be evaluated
 
     def __init__(self, model, fused=False):
@@ -37,7 +38,6 @@ class Eagle(Head):
         if fused:       # (dim, 3 dim): at first the final state alone
             self.weights.mix = nn.Parameter(F.pad(torch.eye(dim).to(model.tok), (2 * dim, 0)))
         self.weights.matrix = nn.Parameter(model.tok.new_zeros(dim, dim))
-        self.price = Price(self.count(), reads=True)
 
     def join(self, tokens, before):
         """The inputs of the block (B, T, dim), by tokens (B, T) and what stands before each: states

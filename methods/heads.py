@@ -1,4 +1,4 @@
-"""The trained heads. Here are the table of their kinds, their prices and their files.
+"""The trained heads. Here are the table of their kinds, their costs and their files.
 
     kind        reads                            predicts                       its own weights
     Kangaroo    the state after block E          the next token                 an attention
@@ -15,7 +15,6 @@ and an entry in KINDS.
 """
 import copy
 import json
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -23,8 +22,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from checkpoint import guarded
-from control import weight_costs
 from machine.standin import alongside
+from methods.costs import Line, by_weights
 from methods.eagle import Eagle
 from methods.kangaroo import ExitBlock, Kangaroo
 from methods.medusa import Medusa
@@ -39,32 +38,28 @@ FITS = attrgetter(     # of a model: its heads fit every other model of this sha
     "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "post_norm")
 
 
-def pricing(head, costs=None):
-    """n -> the cost of a drafted token after n others, relative to a target pass, by a Costs table
-    or counting the weights read. The head's own weights are not in the table. Each counts as a
-    weight of the model's blocks or of its output head, whichever costs more."""
-    price = head.price
-    by_count = weight_costs(head.model.c)
-    costs = costs or by_count
-    rate = max(sum(costs.sublayers) / sum(by_count.sublayers), costs.head / by_count.head)
-    own = rate * price.weights
-    slot = costs.slot * price.reads
-    part = costs.pricing(range(2 * price.trunk), price.output)
-    whole = costs.pricing(range(len(costs.sublayers)))
-    return lambda n: (part(n) + own + slot * (n - costs.context)) / whole(n)
+def drafting(head, machine=None) -> Line:
+    """What a drafted token of a head costs, by a Machine, or counting the weights read. Each of the
+    head's own weights costs what a weight of the model's blocks or of its output head does,
+    whichever is more."""
+    c = head.model.c
+    counted = by_weights(c)
+    machine = machine or counted
+    block = (machine.attention + machine.mlp) / (counted.attention + counted.mlp)
+    rate = max(block, machine.head / counted.head) / counted.unit
+    share = (head.own or head.model).share
+    return machine.draft(head.trunk, share, rate * head.per_token(), head.reads)
 
 
 def shorter(head, ids):
     """The head with a draft vocabulary (`methods.standin.ShortHead`), unless it has one."""
-    if head.price.output < 1:
+    if (head.own or head.model).share < 1:
         return head
     twin = copy.copy(head)
-    short = ShortHead(head.own or head.model, ids)
     if head.own:
-        twin.own = short
+        twin.own = ShortHead(head.own, ids)
     else:
-        twin.model = short
-    twin.price = replace(head.price, output=short.share)
+        twin.model = ShortHead(head.model, ids)
     return twin
 
 

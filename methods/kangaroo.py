@@ -2,7 +2,7 @@
 lucidrains' "extra block" the adapter is a whole block."""
 from drafter import Follower
 from layerskip import SelfDraft, early_exit
-from methods.base import Head, Notes, Price, graft
+from methods.base import Head, Notes, graft
 from model import Placement
 
 
@@ -11,17 +11,18 @@ class ExitBlock(Head):
     (lucidrains' "extra block"). Raises ValueError for a block that the model does not have."""
     kind = "exit_block"
     sublayers = [0, 1]
+    reads = True
     lacks = ()
 
     def __init__(self, model, exit_layer):
-        self.taps = early_exit(model.c.n_layers, exit_layer)[-1:]
+        self.trunk = early_exit(model.c.n_layers, exit_layer)
+        self.taps = self.trunk[-1:]
         self.model = model
         self.shape = {"exit_layer": exit_layer}
         self.own = graft(model, exit_layer, 1)
         for part in self.lacks:
             delattr(self.own.blocks[0], part)
         self.weights = self.own.blocks
-        self.price = Price(self.count(), trunk=exit_layer, reads=True)
 
     def predict(self, tokens, trace, cache):
         at = Placement.span(0, tokens.shape[1], tokens.device)
@@ -44,7 +45,7 @@ class ExitDraft(SelfDraft):
     paper's second early exit is the rule `control.Confidence(0.6)`."""
 
     def __init__(self, head, rule):
-        super().__init__(head.model, early_exit(head.model.c.n_layers, head.price.trunk), rule)
+        super().__init__(head.model, head.trunk, rule)
         self.head = head
         self.taps = head.taps
 

@@ -52,7 +52,10 @@ class NGram(Drafter):
         return hits
 
     def propose(self, state):
-        hits = self.found(state)
+        return self.copy(state, self.found(state))
+
+    def copy(self, state, hits):
+        """The Draft of these ids for each row."""
         K = max(map(len, hits))
         if K == 0:
             return Draft.none(state)

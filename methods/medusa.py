@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drafter import chain
-from methods.base import Head, HeadDraft, Price, unit
+from methods.base import Head, HeadDraft, unit
 from methods.trees import Tree, siblings
 from model import Refused
 
@@ -28,11 +28,14 @@ class Medusa(Head):
         self.shape = {"heads": heads, "markov": markov}
         self.taps = [2 * model.c.n_layers - 1]
         self.weights = nn.ParameterDict({"inner": model.tok.new_zeros(heads, dim, dim)})
-        self.price = Price(self.count() / heads + markov * V, longest=heads)
+        self.longest = heads
         if markov:
             noise = torch.randn(V, markov, generator=torch.Generator().manual_seed(0))
             self.weights.before = nn.Parameter(0.02 * noise.to(model.tok))
             self.weights.bias = nn.Parameter(model.tok.new_zeros(V, markov))
+
+    def per_token(self):
+        return self.weights.inner[0].numel() + self.shape["markov"] * self.model.c.vocab_size
 
     def after(self, x, k, before):
         """The raw logits (B, T, V) of head k = 0, 1, ... after final states x (B, T, dim). They are

@@ -4,7 +4,7 @@ import torch
 
 from drafter import chain
 from kvcache import new_cache
-from methods.base import Head, HeadDraft, Price, graft, unit
+from methods.base import Head, HeadDraft, graft, unit
 from model import Placement
 
 AHEAD = 4   # tokens that a prophet learns to predict from one state
@@ -22,7 +22,6 @@ class Prophet(Head):
         self.own = graft(model, 0, blocks, max(1, model.c.hidden_dim // 2))
         self.taps = [2 * model.c.n_layers - 1]
         self.weights = self.own.blocks
-        self.price = Price(self.count())
 
     def predict(self, tokens, trace, cache):
         N = tokens.shape[1] - AHEAD                                        # a window for each state

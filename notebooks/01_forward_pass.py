@@ -535,13 +535,13 @@ print("with the MLPs alone, each position sees only its own token")
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-from control import weight_costs
+from methods.costs import by_weights
 
 matrices = sum(p.numel() for name, p in model.named_parameters()
                if p.dim() > 1 and (c.tied or name != "tok"))
-assert weight_costs(c).whole == matrices
+assert by_weights(c).unit == matrices
 print(f"{matrices:,} numbers per token, of which the head has "
-      f"{weight_costs(c).head / matrices:.0%}")
+      f"{by_weights(c).head:.0%}")
 
 # %% [markdown]
 # **4.** Why is RoPE applied to queries and keys, but not to values?

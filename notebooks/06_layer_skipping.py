@@ -116,14 +116,14 @@ figure
 # the output head**, which turns the state into logits (in this notebook simply *the head*).
 
 # %%
-from control import weight_costs
+from methods.costs import by_weights
 
-costs = weight_costs(c)
-c_exits = [costs.step(early_exit(L, e)) for e in range(1, L + 1)]
+costs = by_weights(c)
+c_exits = [costs.draft(early_exit(L, e)).start for e in range(1, L + 1)]
 E = max(1, L // 6)
-share = sum(costs.sublayers[: 2 * E]) / costs.whole
-assert abs(share + costs.head / costs.whole - c_exits[E - 1]) < 1e-9
-print(f"exit after {E} blocks: sub-layers {share:.3f} + head {costs.head / costs.whole:.3f} = "
+share = E * (costs.attention + costs.mlp)
+assert abs(share + costs.head - c_exits[E - 1]) < 1e-9
+print(f"exit after {E} blocks: sub-layers {share:.3f} + head {costs.head:.3f} = "
       f"c {c_exits[E - 1]:.3f}")
 
 # %% [markdown]
@@ -151,7 +151,7 @@ for e in {1, 2, L // 4, L // 2, L - 1} & set(range(1, L)):
                   textcoords="offset points", fontsize=10)
 for name in ("middle blocks skipped", "every second block"):
     alpha = float(acceptance(drafts[name]).mean())
-    cost = costs.step(drafts[name])
+    cost = costs.draft(drafts[name]).start
     side.plot(cost, alpha, "s", color=plots.HUES[1])
     side.annotate(name, (cost, alpha), xytext=(6, -17), textcoords="offset points", fontsize=10,
                   color=plots.HUES[1])
@@ -257,7 +257,7 @@ cases = {"a cheap exit": (early_exit(L, max(1, L // 6)), to_probs),
          "a useless draft": (list(range(L, 2 * L)), to_probs)}
 traces = {}
 for name, (subs, probs) in cases.items():
-    price = costs.step(subs)
+    price = costs.draft(subs).start
     drafted, accepted, mean = traced(DoNoHarm(price, gamma=6), subs, probs, seed=3)
     traces[f"{name}, c = {price:.2f}"] = drafted, accepted, mean, price
     print(f"{name:18} {sum(drafted):3} tokens drafted in {len(drafted):3} rounds, "
@@ -283,7 +283,7 @@ plots.draw_traces(traces)
 subs = early_exit(L, max(1, L // 2))
 stopped = []
 for seed in range(8):
-    drafted, *_ = traced(DoNoHarm(costs.step(subs), gamma=6), subs, sampled, seed)
+    drafted, *_ = traced(DoNoHarm(costs.draft(subs).start, gamma=6), subs, sampled, seed)
     stopped.append(0 in drafted[:-1])                           # the last round may have no room
 assert not shipped or len(set(stopped)) == 2, "by some seeds, not by all"
 print("stopped:", dict(enumerate(stopped)))
@@ -308,11 +308,12 @@ shapes = {"this model": c,
           "Llama-3.2-1B": Config(128_256, 2048, 16, 32, 8, 64, 8192),
           "SmolLM2-135M": Config(49_152, 576, 30, 9, 3, 64, 1536)}
 for name, shape in shapes.items():
-    parts = weight_costs(shape)
-    assert not shipped or 10 < sum(parts.sublayers[:2]) / shape.dim**2 < 16
-    step = parts.step(early_exit(shape.n_layers, shape.n_layers // 4))
+    parts = by_weights(shape)
+    block = (parts.attention + parts.mlp) * parts.unit
+    assert not shipped or 10 < block / shape.dim**2 < 16
+    step = parts.draft(early_exit(shape.n_layers, shape.n_layers // 4)).start
     print(f"{name:13} V {shape.vocab_size:7,}, width {shape.dim:5,}, {shape.n_layers} blocks; "
-          f"exit after a quarter: c {step:.2f}, of which the head {parts.head / parts.whole:.2f}")
+          f"exit after a quarter: c {step:.2f}, of which the head {parts.head:.2f}")
 
 # %% [markdown]
 # Our model and Llama-3-8B pay the same part, although one vocabulary is thirty times as large: its
@@ -339,7 +340,7 @@ sizes = [n for n in (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if n < c.voc
 sizes.append(c.vocab_size)
 short = early_exit(L, max(1, L // 6))
 alphas = [float(acceptance(short, ShortHead(model, frequent[:n])).mean()) for n in sizes]
-prices = [costs.step(short, n / c.vocab_size) for n in sizes]   # n of the V rows of the head
+prices = [costs.draft(short, n / c.vocab_size).start for n in sizes]   # n of the V rows of the head
 for size, alpha, price in zip(sizes, alphas, prices, strict=True):
     print(f"{size:6} tokens: alpha {alpha:.2f}, c {price:.2f}")
 
@@ -489,9 +490,10 @@ print("four sub-layers less to check, or none")
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 from dataclasses import replace
 
-large = weight_costs(replace(c, vocab_size=2 * c.vocab_size))
-assert large.step(early_exit(L, 1)) > costs.step(early_exit(L, 1))
-print(f"c of exit 1: {costs.step(early_exit(L, 1)):.2f} -> {large.step(early_exit(L, 1)):.2f}")
+large = by_weights(replace(c, vocab_size=2 * c.vocab_size))
+before, after = (one.draft(early_exit(L, 1)).start for one in (costs, large))
+assert after > before
+print(f"c of exit 1: {before:.2f} -> {after:.2f}")
 
 # %% [markdown]
 # **3.** A rule ends a draft after a token of low confidence. Why *after* it, and not before it?

@@ -22,14 +22,15 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from control import best_gamma, expected_speedup, weight_costs
+from control import best_gamma, expected_speedup
+from methods.costs import by_weights
 from search import Calibration, Space, speedup
 from support.texts import read_prompts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 L = model.c.n_layers
-costs = weight_costs(model.c)
+costs = by_weights(model.c)
 stories = [line["text"] for line in read_prompts("stories")]
 calibration = Calibration(model, tokenizer, stories, 512)
 print(f"2^{2 * L} = {2.0 ** (2 * L):.1e} sets, scored on {sum(map(len, calibration.ids))} tokens")
@@ -429,7 +430,7 @@ relatives = {f"+ {i}": [*low, i] for i in range(len(low), 2 * L) if [*low, i] !=
 def score(text, subs, gamma):
     """The speed-up on each document with this gamma. (documents,)"""
     series = [teacher.acceptance(subs) for teacher in text.teachers]
-    cost = round_cost(gamma, costs.step(subs))
+    cost = round_cost(gamma, costs.draft(subs).start)
     return torch.tensor([expected_tokens_along([one], gamma) / cost for one in series])
 
 

@@ -18,7 +18,7 @@ MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llam
 SHIPPED = MODEL.name == "stories-llama"         # the text's figures are checked for this model
 
 # %%
-from control import weight_costs
+from methods.costs import by_weights
 from layerskip import SelfDraft
 from model import Placement
 from sampling import Coins, to_probs
@@ -327,7 +327,7 @@ teachers = [Teacher(model, ids, lambda z: z) for ids in stories]
 both = [(to_probs(teacher.p), teacher.q(range(2 * EXIT))) for teacher in teachers]
 p_all, q_all = (torch.cat(part, 1) for part in zip(*both, strict=True))
 ranks = rank_acceptance(p_all, q_all, 4)
-level = weight_costs(c).step(range(2 * EXIT))
+level = by_weights(c).draft(range(2 * EXIT)).start
 rounded = [round(rank, 2) for rank in ranks]
 print("the target's token is the exit's first, second, ... choice:", rounded)
 print(f"drafting one level costs {level:.2f} passes by weights")

@@ -19,7 +19,7 @@ MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llam
 SHIPPED = MODEL.name == "stories-llama"         # the text's figures are checked for this model
 
 # %%
-from control import weight_costs
+from methods.costs import by_weights
 from layerskip import SelfDraft
 from methods import heads
 from methods.base import unit
@@ -32,7 +32,7 @@ model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 model.requires_grad_(False)                                     # the model stays as it is
 c = model.c
 L = model.c.n_layers
-costs = weight_costs(model.c)
+costs = by_weights(model.c)
 stories = [checkpoint.encode(tokenizer, line["text"], c.bos)[:256]
            for line in read_prompts("stories")]
 print(f"{L} blocks; {len(stories)} stories with {sum(map(len, stories))} tokens "
@@ -171,7 +171,7 @@ figure
 #   state, then reads D and its own drafts.
 #
 # The cost of a drafted token follows from that: the blocks of the model that run for it, the head's
-# own weights, and the output head. `heads.pricing` adds them up, in passes of the target. (No exit
+# own weights, and the output head. `heads.drafting` adds them up, in passes of the target. (No exit
 # block is shipped, so it is missing from here on.)
 
 # %% jupyter={"source_hidden": true}
@@ -182,11 +182,11 @@ def trained(kind, fresh):
 
 
 shipped = {one.kind: trained(one.kind, one) for one in kinds if one.kind != "exit_block"}
-prices = {kind: heads.pricing(one)(0) for kind, one in shipped.items()}
+prices = {kind: heads.drafting(one).start for kind, one in shipped.items()}
 for kind, one in shipped.items():
     print(f"{kind:9} {one.count():8,} weights, "
-          f"{one.price.trunk} blocks of the model per drafted token: c = {prices[kind]:.2f}")
-print(f"of each c, the output head is {costs.head / costs.whole:.2f}")
+          f"{len(one.trunk) // 2} blocks of the model per drafted token: c = {prices[kind]:.2f}")
+print(f"of each c, the output head is {costs.head:.2f}")
 
 # %% [markdown]
 # So the output head is a large part of every c, and nearly all of Medusa's. The paper's Medusa pays
@@ -222,11 +222,11 @@ def measure(drafter, prompts=prompts):
 _, _, plain = measure(None)
 table = {}
 for kind, one in shipped.items():
-    most = min(GAMMA, one.price.longest)                        # Medusa drafts a token per head
+    most = min(GAMMA, one.longest)                        # Medusa drafts a token per head
     table[kind] = *measure(one.drafter(most)), most * prices[kind]
 for e in (max(1, L // 8), max(1, L // 6)):
     subs = list(range(2 * e))
-    table[f"exit {e}"] = *measure(SelfDraft(model, subs, GAMMA)), GAMMA * costs.step(subs)
+    table[f"exit {e}"] = *measure(SelfDraft(model, subs, GAMMA)), GAMMA * costs.draft(subs).start
 speeds = {name: tau / (1 + cost) for name, (tau, _, _, cost) in table.items()}
 for name, (tau, error, texts, cost) in table.items():
     same = sum(a == b for a, b in zip(texts, plain, strict=True))
@@ -287,7 +287,7 @@ NODES = 8
 gained = {}
 for kind in ("eagle", "medusa"):
     one = shipped[kind]
-    most = min(GAMMA, one.price.longest)
+    most = min(GAMMA, one.longest)
     ranks = one.ranks or [0.5, 0.15, 0.08]
     shape = best_tree(ranks, NODES, prices[kind], 0.0, one.branches, levels=most)
     chain, tree = (measure(one.drafter(most, some))[0] for some in (None, shape))
@@ -327,8 +327,8 @@ print(f"a tree of {len(shape)}: tau {wide:.2f}; EAGLE's chain: {gained['eagle'][
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-assert shipped["medusa"].price.longest == shipped["medusa"].steps < shipped["eagle"].price.longest
-print({kind: one.price.longest for kind, one in shipped.items()})
+assert shipped["medusa"].longest == shipped["medusa"].steps < shipped["eagle"].longest
+print({kind: one.longest for kind, one in shipped.items()})
 
 # %% [markdown]
 # **2.** The heads were trained on text that is mostly stories. What happens on code: is the text
@@ -358,12 +358,12 @@ print(f"eagle: tau {table['eagle'][0]:.2f} on stories, {tau:.2f} on code")
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-output = costs.head / costs.whole
+output = costs.head
 print(f"the output head alone: c = {output:.3f}; "
       f"eagle {prices['eagle']:.3f}, medusa {prices['medusa']:.3f}")
 if SHIPPED:
     assert shipped["eagle"].count() > 4 * shipped["medusa"].count()
-    assert shipped["eagle"].price.weights > 10 * shipped["medusa"].price.weights
+    assert shipped["eagle"].per_token() > 10 * shipped["medusa"].per_token()
     assert output < prices["medusa"] < prices["eagle"] < 2 * prices["medusa"]
 
 # %% [markdown]

@@ -18,7 +18,7 @@ MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llam
 SHIPPED = MODEL.name == "stories-llama"         # the text's figures are checked for this model
 
 # %%
-from control import weight_costs
+from methods.costs import by_weights
 from model import Placement
 from support.texts import read_prompts
 
@@ -26,7 +26,7 @@ torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 c = model.c
 L = model.c.n_layers
-costs = weight_costs(model.c)
+costs = by_weights(model.c)
 story = checkpoint.encode(tokenizer, read_prompts("stories")[1]["text"], c.bos)[:120]
 prompt = story[:24]
 print(f"{L} blocks; a story of {len(story)} tokens, of which {len(prompt)} are the prompt")
@@ -258,14 +258,14 @@ worth = []
 for name, gone in zip(("the first set", "the best set"), sets, strict=True):
     kept = swift.kept(gone)
     right = whole.acceptance(kept)[places]
-    price = costs.step(kept)
+    price = costs.draft(kept).start
     alpha = float(right.mean())
     error = float(right.std() / len(right) ** 0.5)
     worth.append(alpha)
     assert not SHIPPED or price > 0.5 and max(worth) - min(worth) < 1.5 * error
     print(f"{name}: alpha {alpha:.2f} ± {error:.2f}, c {price:.2f}, "
           f"speed-up {expected_speedup(alpha, best_gamma(alpha, price), price):.2f}")
-cost = len(scores) * costs.step(swift.kept(sets[0]))
+cost = len(scores) * costs.draft(swift.kept(sets[0])).start
 print(f"the search itself cost as much as {cost:.0f} passes")
 
 # %% [markdown]

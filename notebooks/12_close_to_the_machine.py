@@ -99,17 +99,17 @@ print(f"{products} of them are products with a weight matrix; most frequent:", n
 # ## Count the bytes
 #
 # A pass over one token reads every matrix of the blocks and of the output head once, and the keys
-# and values of all tokens before it. `byte_costs` adds that up, here in float32.
+# and values of all tokens before it. `by_bytes` adds that up, here in float32.
 
 # %%
-from machine.quant import byte_costs
+from support.measure import by_bytes
 
-costs = byte_costs(model)
-table = {"attention": sum(costs.sublayers[::2]), "MLP": sum(costs.sublayers[1::2]),
-         "head": costs.head, f"keys and values of {n} tokens": L * costs.slot * n}
-for name, number in table.items():
-    print(f"{name:30} {number / 1e6:7.2f} MB")
-print(f"{'together':30} {sum(table.values()) / 1e6:7.2f} MB for one token")
+costs = by_bytes(model)        # of a pass; its unit is the bytes that a pass reads in a short text
+table = {"attention": L * costs.attention, "MLP": L * costs.mlp,
+         "head": costs.head, f"keys and values of {n} tokens": L * costs.slope * n}
+for name, share in table.items():
+    print(f"{name:30} {share * costs.unit / 1e6:7.2f} MB")
+print(f"{'together':30} {costs.verify(n) * costs.unit / 1e6:7.2f} MB for one token")
 
 # %% [markdown]
 # Which count matters? We time the whole pass, its matrix products alone, and a pass of a model that
@@ -151,7 +151,7 @@ for name, seconds in interleave(work, 15).items():
 # **Predict:** how large must a model be before it waits longer for bytes than for launches?
 
 # %%
-from control import weight_costs
+from methods.costs import by_weights
 from lab.bench.shared import SHAPES                             # what the model cards say
 
 LAUNCH = 5e-6                                                   # seconds
@@ -161,7 +161,7 @@ shapes = {"this one": c} | SHAPES
 
 def reading(shape):
     """Seconds to read the blocks and the head, at two bytes per weight."""
-    return 2 * weight_costs(shape).whole / READS
+    return 2 * by_weights(shape).unit / READS
 
 
 def launching(shape):
@@ -453,12 +453,12 @@ def acceptance(teacher, one, subs):
 
 
 for kind, one in {"as it is": model, **twins}.items():
-    bytes_of = byte_costs(stored.get(kind, half))
+    costs = by_bytes(stored.get(kind, half))
     points[kind] = []
     for E in steps:
         subs = early_exit(L, E)
         alpha = float(torch.cat([acceptance(t, one, subs) for t in teachers]).mean())
-        points[kind].append((bytes_of.step(subs) * bytes_of.whole / byte_costs(half).whole, alpha))
+        points[kind].append((costs.draft(subs).start * costs.unit / by_bytes(half).unit, alpha))
 
 # %%
 from control import best_gamma

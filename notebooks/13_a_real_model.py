@@ -23,15 +23,16 @@ COUNT = 4                               # prompts of each kind
 NEW = 40                                # tokens of each answer
 
 # %%
-from control import best_gamma, expected_speedup, expected_tokens, weight_costs
+from control import best_gamma, expected_speedup, expected_tokens
 from lab.train_heads import ask
+from methods.costs import by_weights
 from speculative import generate, rounds
 from support.texts import read_prompts, read_texts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 L = model.c.n_layers
-costs = weight_costs(model.c)
+costs = by_weights(model.c)
 
 
 def prompts_of(kind):
@@ -81,10 +82,10 @@ def alpha_of(teachers, sublayers):
 
 def exits(model, teachers):
     """[(c, alpha, its standard error)] of all exits."""
-    costs = weight_costs(model.c)
+    costs = by_weights(model.c)
     L = model.c.n_layers
     drafts = [early_exit(L, e) for e in range(1, L)]
-    return [(costs.step(draft), *alpha_of(teachers, draft)) for draft in drafts]
+    return [(costs.draft(draft).start, *alpha_of(teachers, draft)) for draft in drafts]
 
 
 teachers = teachers_of(model, chat, answers)
@@ -159,13 +160,13 @@ figure
 # and so on.
 
 # %%
-assert max(costs.sublayers) < 0.02 * costs.whole
+assert max(costs.attention, costs.mlp) < 0.02
 order = sorted(every, key=lambda i: -alone[i])
 row = []
 for count in (1, 2, 4, 8, 12, 16, 24):
     left = sorted(set(every) - set(order[:count]))
     alpha, error = alpha_of(scoring, left)
-    c = costs.step(left)
+    c = costs.draft(left).start
     row.append(max(expected_speedup(alpha, gamma, c) for gamma in range(1, 17)))
     print(f"{count:2} of {2 * L} left out: alpha {alpha:.2f} ± {error:.2f}, c {c:.2f}, "
           f"at best {row[-1]:.2f} times plain decoding")
@@ -194,7 +195,7 @@ blocks = sorted(range(L), key=lambda b: -alone[2 * b] - alone[2 * b + 1])
 for count in (1, 2, 4, 8, 16):
     left = [i for i in every if i // 2 not in blocks[:count]]
     alpha, error = alpha_of(scoring, left)
-    c = costs.step(left)
+    c = costs.draft(left).start
     most = max(expected_speedup(alpha, gamma, c) for gamma in range(1, 17))
     print(f"{count:2} of {L} blocks left out: alpha {alpha:.2f} ± {error:.2f}, c {c:.2f}, "
           f"at best {most:.2f}")
@@ -224,18 +225,19 @@ for count in (1, 2, 4, 8, 16):
 
 # %%
 from layerskip import SelfDraft
-from machine.quant import byte_costs, quantise
+from machine.quant import quantise
+from support.measure import by_bytes
 
 half, _ = checkpoint.load(MODEL, dtype=torch.bfloat16)
 twins = {kind: quantise(half, kind, head=kind, rounds=True) for kind in ("int8", "int4")}
-by_bytes = {kind: byte_costs(twin).whole / byte_costs(half).whole for kind, twin in twins.items()}
-for kind, cost in by_bytes.items():
+shares = {kind: by_bytes(twin).unit / by_bytes(half).unit for kind, twin in twins.items()}
+for kind, cost in shares.items():
     most = {gamma: expected_speedup(1.0, gamma, cost) for gamma in (1, 3, 8)}
     for gamma, gain in most.items():
         assert abs(1 / (cost + (1 - cost) / (gamma + 1)) - gain) < 1e-9
     listed = ", ".join(f"{gain:.2f} with {gamma}" for gamma, gain in most.items())
     print(f"{kind}: c {cost:.3f}; at most {listed}; {1 / cost:.2f} with an endless draft")
-assert 0.3 < by_bytes["int4"] < 0.34, "about a third of a pass"
+assert 0.3 < shares["int4"] < 0.34, "about a third of a pass"
 
 # %% [markdown]
 # Now let both copies draft the answers to three of our questions.
@@ -265,7 +267,7 @@ steps = {name: counts.proposed / counts.turns                   # the last draft
 gains = {}
 for kind, gamma in [*drafters][1:]:
     counts = happened[kind, gamma]
-    gains[kind, gamma] = counts.tau / (steps[kind, gamma] * by_bytes[kind] + 1)
+    gains[kind, gamma] = counts.tau / (steps[kind, gamma] * shares[kind] + 1)
     print(f"{kind}, gamma {gamma}: alpha {counts.alpha:.2f}, {counts.tau:.2f} tokens per pass, "
           f"speed-up by bytes {gains[kind, gamma]:.2f}")
 assert max(gains, key=gains.get)[0] == "int4"
@@ -308,7 +310,7 @@ for (kind, gamma), measured in clock.items():
 # %% jupyter={"source_hidden": true}
 figure, (sides,) = plots.axes(1, 2, width=4.8, height=3.4)
 lengths = range(1, max(GAMMAS) + 1)
-for side, (kind, cost) in zip(sides, by_bytes.items(), strict=True):
+for side, (kind, cost) in zip(sides, shares.items(), strict=True):
     alpha = sum(happened[kind, gamma].hits for gamma in GAMMAS)
     alpha /= sum(happened[kind, gamma].drafted for gamma in GAMMAS)
     assert kind == "int8" or best_gamma(alpha, cost) in (3, 4, 5)
@@ -352,10 +354,10 @@ figure
 found = Counts()
 for _, r in rounds(half, chat[:3], NEW, SelfDraft(twins["int4"], every[:L], 1), eos=model.c.eos):
     found.add(r)
-few = byte_costs(twins["int4"])
-c = few.step(every[:L]) * few.whole / byte_costs(half).whole
-assert found.alpha < c and c > 0.5 * by_bytes["int4"]
-print(f"c {c:.2f} instead of {by_bytes['int4']:.2f}, alpha {found.alpha:.2f} instead of "
+few = by_bytes(twins["int4"])
+c = few.draft(every[:L]).start * few.unit / by_bytes(half).unit
+assert found.alpha < c and c > 0.5 * shares["int4"]
+print(f"c {c:.2f} instead of {shares['int4']:.2f}, alpha {found.alpha:.2f} instead of "
       f"{happened['int4', 1].alpha:.2f}")
 
 # %% [markdown]
@@ -421,13 +423,14 @@ assert by_tau[0] == "chat" and by_tau[-2:] == ["translation", "code_edits"]
 from methods import heads
 
 eagle = heads.load(MODEL / "heads" / "eagle", model)
-head_share = costs.head / costs.whole
+head_share = costs.head
+own = eagle.per_token() / costs.unit
 vocab = set(eagle.own.ids.tolist())
 print(f"of a pass, the blocks are {1 - head_share:.0%}, the output head {head_share:.0%}: "
-      f"as much as {costs.head / sum(costs.sublayers[:2]):.0f} blocks; "
-      f"EAGLE's own weights would be {eagle.price.weights / costs.whole:.0%}")
-print(f"c with the whole output head {head_share + eagle.price.weights / costs.whole:.2f}, "
-      f"with {len(vocab):,} of its {model.c.vocab_size:,} tokens {heads.pricing(eagle)(0):.2f}")
+      f"as much as {costs.head / (costs.attention + costs.mlp):.0f} blocks; "
+      f"EAGLE's own weights would be {own:.0%}")
+print(f"c with the whole output head {head_share + own:.2f}, "
+      f"with {len(vocab):,} of its {model.c.vocab_size:,} tokens {heads.drafting(eagle).start:.2f}")
 assert [1 + tap // 2 for tap in eagle.taps] == [7, 15, 30]
 
 # %% [markdown]
@@ -463,7 +466,7 @@ for k, (tested, accepted) in places.items():
     print(f"place {k + 1}: {accepted} of {tested} tested tokens accepted, {accepted / tested:.2f}")
 
 # %% jupyter={"source_hidden": true}
-c = heads.pricing(eagle)(0)
+c = heads.drafting(eagle).start
 figure, (sides,) = plots.axes(1, 2, width=4.8, height=3.2)
 for k, (name, found) in enumerate((("suffix decoding", copied), ("EAGLE", drafted))):
     at = [i + 0.4 * k - 0.2 for i in range(len(KINDS))]
@@ -572,7 +575,7 @@ assert GAMMA != 2 or [kind for kind, gamma in best.items() if gamma] == ["code_e
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-free = [(costs.pricing(range(2 * e), 0.0)(0) / costs.whole, *real[e - 1][1:]) for e in range(1, L)]
+free = [(costs.draft(range(2 * e), share=0.0).start, *real[e - 1][1:]) for e in range(1, L)]
 gains = [expected_speedup(alpha, 1, cheap) for cheap, alpha, _ in free]
 assert round(free[0][0], 2) == 0.03 and max(gains) < 1.06
 print("exit 1: c {:.3f}, alpha {:.3f} ± {:.3f},".format(*free[0]), f"speed {gains[0]:.3f}")

@@ -1,19 +1,22 @@
 """`--draft auto`: a Pace over the usual candidates, and over what is named or lies beside the
 weights."""
+import time
+from functools import partial
 from pathlib import Path
 
 from control import MOST
-from machine.quant import byte_costs, size
+from machine import rows
+from machine.quant import size
 from machine.standin import alongside
 from methods import heads
 from methods.arms import candidates
 from methods.pace import Pace
 from methods.standin import VOCAB, read_vocab
+from sampling import to_probs
 from support.files import read_beside
 from support.flags import Plan, processes
+from support.measure import LARGE, by_bytes, kept_costs, priced
 from support.skips import read_skip
-
-MEASURED = 64e6     # bytes of a model's blocks from which on its costs are measured
 
 
 def auto(options, model, tokenizer):
@@ -22,51 +25,47 @@ def auto(options, model, tokenizer):
     skip = named_or_beside(options.skip, folder / "skip.json", read_skip, model.c.n_layers)
     vocab = named_or_beside(
         options.draft_vocab, folder / VOCAB, read_vocab, model.c.vocab_size)
-    found = []
+    trained = []
     # heads fit only the weights that they lie beside; a skip set that is named takes their place
     if alone and not options.quant and options.skip is None:
-        found = trained_beside(folder, model)
+        trained = trained_beside(folder, model)
     # trap: several processes would measure different costs, and so draft different tokens. With
     # other costs a draft also spends other random numbers, so the same seed writes another text
-    large = size(model.blocks) >= MEASURED or model.tok.is_cuda  # a GPU waits not only for bytes
-    measured = alone and large and (options.fast or options.temperature == 0)
+    large = size(model.blocks) >= LARGE or model.tok.is_cuda    # a GPU waits not only for bytes
+    same = options.temperature == 0 or options.exact    # the text, whatever is drafted
+    measured = alone and (options.fast or large and same)
+    machine = by_bytes(model)
+    unit = machine.unit
     rough = None
-    if measured:
-        from machine import rows
-        from support import drafts, measure
+    if measured and large and rows.multiplies(model):
+        from support import drafts
 
-        costs = measure.kept_costs(model)
-        about = ", with costs as measured here"
-        if rows.multiplies(model):
-            twin = alongside(model, drafts.copy_of(model, "int4", tokenizer))
-            rough = twin, measure.measure_step(model, twin)
-    else:
-        costs = byte_costs(model)
-        about = ", with costs counted in bytes"
+        twin = alongside(model, drafts.copy_of(model, "int4", tokenizer))
+        rough = twin, by_bytes(twin).unit / unit
     small = None
     if options.draft_model is not None:
         from support import drafts
 
         other = drafts.load_small(options, options.draft_model, model, tokenizer)
         other = drafts.padded(other, model)
-        if measured:
-            c = measure.measure_step(model, other)
-        else:
-            c = byte_costs(other).whole / byte_costs(model).whole
-        small = other, c
+        small = other, by_bytes(other).unit / unit
+    table = {}
+    clock = None
+    about = ", with costs counted in bytes"
 
     def arms():
-        return candidates(model, costs, skip, vocab, found, rough, small)
+        found = candidates(model, machine, skip, vocab, trained, rough, small)
+        return [priced(arm, table[arm.name]) if table else arm for arm in found]
 
-    table = {}
-    if measured and model.tok.is_cuda:      # there a step is not the sum of its parts
-        table = measure.measure_arms(model, arms(), costs)
+    if measured:
+        about = ", with costs as measured here"
+        clock = time.perf_counter
+        settings = options.sampling()
+        probs = partial(to_probs, **settings)
+        machine, table = kept_costs(model, arms(), probs, options.rows, tuple(settings.items()))
 
     def build(most):
-        known = arms()
-        if table:
-            known = [measure.priced(arm, table[arm.name]) for arm in known]
-        return Pace(model, known, costs, most)
+        return Pace(model, arms(), machine, most, clock)
 
     def parts():
         return [arm.alone(min(2, arm.longest)) for arm in arms()]

@@ -104,17 +104,17 @@ def trained(options, model, tokenizer):
     if kind in OF_THE_LAB:      # loaded only if it is asked for
         kinds = {kind: own.load_object(str(ROOT / OF_THE_LAB[kind]))}
     head = heads.load(folder, model, kinds)
-    longest = head.price.longest
-    about = f" after block {head.price.trunk}" if head.price.trunk else ""
+    longest = head.longest
+    about = f" after block {len(head.trunk) // 2}" if head.trunk else ""
     gamma = min(longest, options.length(MOST if options.tree else 3))
     if options.gamma is not None:
         gamma = options.gamma
     if not options.tree or gamma == 0:
         return Plan(options, head.drafter, gamma, about, head.kind)
     head.drafter(gamma)     # raises what a chain of this length would raise
-    price = heads.pricing(head)(0)
+    cost = heads.drafting(head).start
     levels = min(longest, gamma)
-    shape = best_tree(head.ranks, options.tree, price, 0.0, head.branches, levels) or [0]
+    shape = best_tree(head.ranks, options.tree, cost, 0.0, head.branches, levels) or [0]
     levels = max(ancestors(torch.tensor([shape]))[0].sum(-1).tolist()) - 1
     about += f", trees of {len(shape)} tokens"
     return Plan(options, lambda limit: head.drafter(limit, shape), levels, about, head.kind)

@@ -22,6 +22,7 @@ KINDS = "int8", "int4", "nf4"     # of quantised matrices
 
 class Options(SimpleNamespace):
     """What the command line asks for, with an attribute for each flag of `parser`."""
+    rows = 1    # prompts of the batch
 
     def sampling(self):
         """The settings of `to_probs`."""

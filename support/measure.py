@@ -1,26 +1,28 @@
-"""What the parts of a pass cost on this machine, by measurement or from tables in files.
+"""What passes and drafts cost on this machine, by measurement or from tables in files.
 
-A table of costs decides how a text is drafted, never what it says. No two measurements are the
-same, and a run repeats round by round only with the same table. So a table is measured once per
-machine, model and dtype, and then kept in the user's cache folder.
+A table of costs decides how a text is drafted, never what it says. It is measured in whole rounds,
+with the settings of the run, and kept in the user's cache folder for later runs with the same
+machine, model, dtype and settings.
 """
 import json
 import math
 import statistics
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from checkpoint import guarded, read_json
-from control import MOST, Costs
+from control import MOST
 from drafter import Draft, Drafter
 from kvcache import new_cache
 from machine.kept import cache_file, identity, keep
+from machine.quant import size
 from machine.standin import bare, rehearse
-from methods.pace import OVERHEAD, Pace
+from methods.costs import Machine
+from methods.pace import OVERHEAD
 from model import SPARE, Placement, Refused
 from sampling import Coins, raw_probs, to_probs
 from speculative import State, one_round, rounds
@@ -29,6 +31,7 @@ from verification import verify
 
 WIDTHS = 1, 2, 3, 4, 5, 8, 9, 13, MOST + 1      # of the blocks that are measured
 SECONDS = 3.0       # for a measurement that a run has to wait for
+LARGE = 64e6        # bytes of a model's blocks from which on it takes long to measure
 CONTEXT = 64        # tokens before the one whose cost is measured
 
 
@@ -51,18 +54,17 @@ def interleave(actions, repeats, limit=math.inf):
     return {name: statistics.median(s[1:]) for name, s in seconds.items()}
 
 
-def measure_costs(model, repeats=50, limit=math.inf):
-    """Costs in seconds, for one token after CONTEXT others. It measures the head; a drafted step
-    without sub-layers; each sub-layer, scaled so that the parts add up to a plain round; whole
-    rounds with drafts of 0 to 16 tokens; the extra cost of an attention after 16 times as many
-    tokens; and how long it takes to choose a draft. A recorded model replays its passes and its
-    head; only the parts are measured eagerly."""
+def by_clock(model, probs=to_probs, rows=1, repeats=50, limit=math.inf):
+    """The Machine of a model in seconds, at these settings of `to_probs` and with so many rows. It
+    times whole rounds with drafts of 0 to 16 tokens; all attentions, all MLPs, the head and a step
+    without sub-layers, which share what a plain round takes; and an attention in a text that is 16
+    times as long. A recorded model replays its passes and its head; only the parts are eager."""
     far = 16 * CONTEXT
-    unbounded = 2 * (model.c.n_layers > 1)      # an attention without a window, if there is one
+    L = model.c.n_layers
     eager = bare(model)
     device = model.tok.device
-    cache = new_cache(model, 1, far + MOST + 1)
-    text = torch.arange(CONTEXT + MOST + 1, device=device)[None] % model.c.vocab_size
+    cache = new_cache(model, rows, far + MOST + 1)
+    text = torch.arange(CONTEXT + MOST + 1, device=device).expand(rows, -1) % model.c.vocab_size
     eager.run(eager.embed(text[:, :CONTEXT]), Placement.span(0, CONTEXT, device), cache)
     tokens = text[:, CONTEXT:]
     here = Placement.span(CONTEXT, CONTEXT + 1, device)
@@ -72,49 +74,48 @@ def measure_costs(model, repeats=50, limit=math.inf):
 
     def step():
         logits = model.unembed(model.run(model.embed(tokens[:, :1]), here, cache, []))
-        return coins.choose(to_probs(logits, 1.0)), raw_probs(logits)
+        return coins.choose(probs(logits)), raw_probs(logits)
 
-    n = torch.tensor([CONTEXT + 1], device=device)
-    known = text[0, : CONTEXT + 1].tolist()
-    written = torch.arange(cache.k.shape[3], device=device)[None] % model.c.vocab_size
-    state = State(written, n, [known], [far], cache, model, to_probs, coins, ())
+    n = torch.full((rows,), CONTEXT + 1, device=device)
+    known = [text[0, : CONTEXT + 1].tolist() for _ in range(rows)]
+    written = torch.arange(cache.k.shape[3], device=device).repeat(rows, 1) % model.c.vocab_size
+    state = State(written, n, known, [far] * rows, cache, model, probs, coins, ())
 
     def read(T):        # a round, which is then taken back
         r = one_round(state, Given(T - 1), verify)
-        del known[CONTEXT + 1 :]
+        for row in known:
+            del row[CONTEXT + 1 :]
         state.n = n
-        state.left = [far]
+        state.left = [far] * rows
         return r.new, r.logits
 
-    parts = {i: partial(eager.run, x, here, cache, [i]) for i in range(2 * model.c.n_layers)}
     # trap: a pass takes longer after other work. It follows a pass here, as in plain decoding
     passes = {}
     for T in WIDTHS:
         passes[T, "before"] = partial(read, 1)
         passes[T, ""] = partial(read, T)
     rehearse(model, lambda: [passes[T, ""]() for T in WIDTHS])
+    attentions = range(0, 2 * L, 2)
     times = interleave({
-        **parts,
+        "attentions": partial(eager.run, x, here, cache, attentions),
+        "far": partial(eager.run, x, away, cache, attentions),
+        "MLPs": partial(eager.run, x, here, cache, range(1, 2 * L, 2)),
         "empty": partial(eager.run, x, here, cache, []),
         "step": step,
         "head": partial(model.unembed, x),
-        **passes,
-        "far": partial(eager.run, x, away, cache, [unbounded])}, repeats, limit)
+        **passes}, repeats, limit)
     plain = times[1, ""]
-    alone = [max(0.0, times[i] - times["empty"]) for i in parts]
-    scale = max(0.0, plain - times["step"]) / (sum(alone) or 1.0)
-    costs = Costs(
-        sublayers=tuple(scale * s for s in alone),
+    alone = {part: max(0.0, times[part] - times["empty"]) for part in ("attentions", "far", "MLPs")}
+    scale = max(0.0, plain - times["step"]) / (alone["attentions"] + alone["MLPs"] or 1.0) / L
+    slope = scale * max(0.0, alone["far"] - alone["attentions"]) / (far - CONTEXT)
+    return Machine.of(
+        L,
+        attention=max(0.0, scale * alone["attentions"] - CONTEXT * slope),
+        mlp=scale * alone["MLPs"],
         head=times["head"],
-        passes=tuple((T, times[T, ""] / plain) for T in WIDTHS),
-        slot=scale * max(0.0, times["far"] - times[unbounded]) / (far - CONTEXT),
-        context=CONTEXT,
-        window=model.c.window,
-        call=max(0.0, times["step"] - times["head"]))
-    pace = Pace(model, costs=costs)
-    pace.begin(state, {})
-    thinking = interleave({"choose": partial(pace.decide, state)}, repeats)["choose"]
-    return replace(costs, thinking=thinking)
+        step=max(0.0, times["step"] - times["head"]),
+        slope=slope,
+        wide=tuple((T, times[T, ""] / plain) for T in WIDTHS))
 
 
 class Given(Drafter):
@@ -127,18 +128,22 @@ class Given(Drafter):
     def propose(self, state):
         if self.length == 0:
             return Draft.none(state)
-        return Draft(state.send([[0] * self.length]), None, state.send([self.length]))
+        rows = len(state.known)
+        drafted = state.send([[0] * self.length] * rows)
+        return Draft(drafted, None, state.send([self.length] * rows))
 
 
-def measure_arms(model, arms, costs, repeats=5):
-    """{the name of each arm: what a draft takes once, what each of its tokens takes, and what it
-    takes to ask its rule after a token}, in plain rounds, by the clock. All of it is measured in
-    whole rounds, with drafts of one and of up to four tokens."""
-    ids = [i % model.c.vocab_size for i in range(16)]
-    cache = new_cache(model, 1, 96 + SPARE)
+def measure_arms(model, arms, machine, probs=to_probs, rows=1, repeats=5, limit=math.inf):
+    """{the name of each arm: what a draft costs once, what each of its tokens costs, and what it
+    costs to ask its rule after a token}. All of it is measured in whole rounds, with drafts of one
+    and of up to four tokens."""
+    n = min(CONTEXT, model.c.max_len // 4)
+    new = 3 * n
+    ids = [[i % model.c.vocab_size for i in range(n)]] * rows
+    cache = new_cache(model, rows, n + new + SPARE)
 
     def rounds_of(drafter):
-        return partial(next, rounds(model, [ids], 80, drafter, cache=cache))
+        return partial(next, rounds(model, ids, new, drafter, probs, cache=cache))
 
     far = {arm.name: min(4, arm.longest) for arm in arms}
     ways = {"plain": rounds_of(None)}
@@ -148,28 +153,25 @@ def measure_arms(model, arms, costs, repeats=5):
         ways[arm.name, "most"] = rounds_of(arm.alone(most))
         ways[arm.name, "asked"] = rounds_of(arm.alone(most, asks=True))
     rehearse(model, lambda: [step() for step in ways.values()])
-    times = interleave(ways, repeats)
+    times = interleave(ways, repeats, limit)
+    plain = machine.verify(n)
     found = {}
     for name, most in far.items():
-        took = {way: times[name, way] / times["plain"] for way in ("one", "most", "asked")}
-        one = took["one"] - costs.pass_cost(2)
-        each = max(0.0, took["most"] - costs.pass_cost(1 + most) - one) / max(1, most - 1)
+        took = {way: plain * times[name, way] / times["plain"] for way in ("one", "most", "asked")}
+        one = took["one"] - machine.verify(n, 2)
+        each = max(0.0, took["most"] - machine.verify(n, 1 + most) - one) / max(1, most - 1)
         asking = max(0.0, (took["asked"] - took["most"]) / most)
         found[name] = max(0.0, one - each), each, asking
     return found
 
 
 def priced(arm, measured):
-    """The Arm with the costs that were measured. The cost of catching up with the text is
-    unchanged. A rule that takes long to ask is not asked."""
+    """The Arm with the costs that were measured. A rule that takes long to ask is not asked."""
     once, each, asking = measured
-    before = arm.drafting
-
-    def drafting(n, g):
-        return before(n, 0) + (once + g * each) * (g > 0)
-
     arm.drafter.rule.asks = asking <= OVERHEAD
-    return replace(arm, drafting=drafting)
+    asked = asking * arm.drafter.rule.asks
+    start = max(0.0, each + asked - CONTEXT * arm.each.slope)
+    return replace(arm, once=once, each=arm.each._replace(start=start))
 
 
 @torch.inference_mode()
@@ -189,41 +191,67 @@ def measure_step(model, twin, context=CONTEXT):
     return times["twin"] / times["model"]
 
 
+def by_bytes(model) -> Machine:
+    """The Machine of a model, counted in the bytes that a pass reads, for passes that wait for
+    memory."""
+    c = model.c
+    attention = sum(size(b.attn) for b in model.blocks) / c.n_layers
+    mlp = sum(size(b.mlp) for b in model.blocks) / c.n_layers
+    head = size(model.tok if model.head is None else model.head)
+    slope = 2 * c.n_kv_heads * c.head_dim * model.attention_dtype().itemsize    # a key and a value
+    return Machine.of(c.n_layers, attention, mlp, head, slope=slope)
+
+
 # --- tables in files
 
 
-def read_costs(path, c):
-    """The Costs in a file with their fields, for a model of this Config. All but "sublayers" and
-    "head" may be missing. Raises ValueError for any other file."""
+def read_machine(path, c):
+    """The Machine in a file with its fields, for a model of this Config. They may have any unit,
+    and only "attention", "mlp" and "head" must be there. Raises ValueError for any other file."""
     raw = read_json(Path(path))
     with guarded(f"{path}: not a table of costs for this model, as lab.bench costs --out writes "
                  "it"):
-        for key in ("unit", "flags", "machine", "torch", "date"):   # which lab.bench adds
+        for key in ("arms", "flags", "machine", "torch", "date"):  # which others add
             raw.pop(key, None)
-        costs = Costs(**raw)
-        ratios = [ratio for _, ratio in costs.passes]
-        numbers = [*costs.sublayers, costs.head, costs.slot, costs.call, costs.thinking, *ratios]
-        if len(costs.sublayers) != 2 * c.n_layers or not all(0 <= x < math.inf for x in numbers):
-            raise Refused(f"expected {2 * c.n_layers} sub-layers, and numbers from 0 up")
-    return replace(
-        costs,
-        sublayers=tuple(costs.sublayers),
-        passes=tuple(map(tuple, costs.passes)),
-        window=c.window if costs.slot else None)
+        unit = raw.pop("unit", 1.0)
+        wide = tuple(map(tuple, raw.pop("wide", ((1, 1.0),))))
+        if raw.pop("blocks", c.n_layers) != c.n_layers:
+            raise Refused(f"expected {c.n_layers} blocks")
+        numbers = [unit, *raw.values(), *(number for pair in wide for number in pair)]
+        if not all(0 <= x < math.inf for x in numbers):
+            raise Refused("expected numbers from 0 up")
+        machine = Machine.of(c.n_layers, **raw, wide=wide)
+        return replace(machine, unit=machine.unit * unit)
 
 
-def kept_costs(model):
-    """The Costs of this model on this machine, in seconds, measured if no valid table is kept."""
-    fields = tuple(Costs.__dataclass_fields__)      # a table of an older version lacks some
-    path = cache_file(f"costs-{identity(model, type(model).__name__, fields)}.json")
-    if costs := read_beside(path, read_costs, model.c):
-        return costs
-    note("costs", f"measuring what a pass takes, about {SECONDS:.0f} seconds")
-    costs = measure_costs(model, repeats=30, limit=SECONDS)
+def kept_costs(model, arms=(), probs=to_probs, rows=1, settings=()):
+    """(the Machine of this model here in seconds, what `measure_arms` finds), measured if no valid
+    tables are kept for the same arms, rows and `settings`, which say what `probs` does."""
+    facts = (type(model).__name__, tuple(Machine.__dataclass_fields__), rows, settings,
+             [(arm.name, arm.each) for arm in arms])
+    path = cache_file(f"costs-{identity(model, *facts)}.json")
+    if kept := read_beside(path, read_costs, model.c, [arm.name for arm in arms]):
+        return kept
+    if size(model.blocks) >= LARGE:
+        note("costs", f"measuring what passes and drafts take, about {2 * SECONDS:.0f} seconds; it "
+                      "is kept for later runs, which correct it as they go")
+    machine = by_clock(model, probs, rows, repeats=30, limit=SECONDS)
+    found = measure_arms(model, arms, machine, probs, rows, limit=SECONDS)
     try:
-        keep(path, json.dumps(vars(costs)).encode())
-        note("costs", f"kept for later runs; if the machine was busy, delete {path} to measure "
-                      "again")
+        keep(path, json.dumps(asdict(machine) | {"arms": found}).encode())
     except OSError as e:
         note("costs", f"not kept, so the next run measures again: {e}")
-    return costs
+    return machine, found
+
+
+def read_costs(path, c, names):
+    """(the Machine, what `measure_arms` found of the arms with these names) in a file of
+    `kept_costs`."""
+    found = {}
+    with guarded(f"{path}: not the costs of these drafts"):
+        for name, numbers in read_json(Path(path))["arms"].items():
+            once, each, asking = map(float, numbers)
+            found[name] = once, each, asking
+        if sorted(found) != sorted(names):
+            raise Refused(f"expected {', '.join(names)}")
+    return read_machine(path, c), found

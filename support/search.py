@@ -9,15 +9,15 @@ from tqdm import tqdm
 
 import checkpoint
 from checkpoint import parse_json, read_text
-from control import weight_costs
 from layerskip import skipped
+from methods.costs import by_weights
 from methods.standin import VOCAB, ShortHead, most_frequent
 from model import Refused
 from sampling import to_probs
 from search import Calibration, Space, search, speedup
 from support import cli
 from support.files import check_writable, note, write_file
-from support.measure import read_costs
+from support.measure import read_machine
 from support.texts import BOUNDARY, read_texts
 
 LOG = "trials.jsonl"
@@ -54,11 +54,11 @@ def parse(argv):
     return a
 
 
-def header(a, model, tokenizer, documents, costs, space):
+def header(a, model, tokenizer, documents, machine, space):
     """The first line of the log, with a hash of all that trials depend on, and the sub-layer of
     each bit."""
     flags = a.tokens, a.temperature, a.top_p, a.draft_vocab, a.seed, a.dtype
-    facts = *flags, model.c, tokenizer.to_str(), documents, costs, space
+    facts = *flags, model.c, tokenizer.to_str(), documents, machine, space
     h = hashlib.sha256(repr(facts).encode())
     for p in model.parameters():
         h.update(p.detach().cpu().contiguous().view(torch.uint8).numpy())
@@ -107,7 +107,7 @@ def run(argv):
     if c.n_layers == 1:
         raise Refused(f"{a.model}: the first block always stays, and there is no other")
     space = Space(c.n_layers, tuple(range(2, 2 * c.n_layers)))
-    costs = read_costs(a.costs, c) if a.costs else weight_costs(c)
+    machine = read_machine(a.costs, c) if a.costs else by_weights(c)
     probs = partial(to_probs, temperature=a.temperature, top_p=a.top_p)
     short = None
     if a.draft_vocab:  # also count each document's end of text, which drafts should know
@@ -115,11 +115,11 @@ def run(argv):
         vocab = most_frequent(texts, a.draft_vocab)
         short = ShortHead(model, vocab["ids"])
     calibration = Calibration(model, tokenizer, documents, a.tokens, probs, short)
-    first = header(a, model, tokenizer, documents, costs, space)
+    first = header(a, model, tokenizer, documents, machine, space)
     entries = resume(out / LOG, first)
     for name in (FOUND, VOCAB):
         check_writable(out / name)
-    trials = search(space, partial(speedup, calibration, costs), a.trials, a.seed, entries)
+    trials = search(space, partial(speedup, calibration, machine), a.trials, a.seed, entries)
     with open(out / LOG, "a") as log:
         for entry in tqdm(trials, initial=len(entries), total=a.trials, unit="trial", disable=None):
             log.write(json.dumps(entry) + "\n")

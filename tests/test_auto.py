@@ -1,5 +1,6 @@
 """On a GPU `auto` does no harm: with a simulated one, whose clock charges for
 what the host does."""
+import time
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -17,7 +18,7 @@ from methods.pace import Pace
 from sampling import Coins, to_probs
 from speculative import rounds
 from support import measure
-from support.measure import measure_arms, measure_costs, priced
+from support.measure import by_clock, measure_arms, priced
 
 SUBLAYER, HEAD = 75.0, 75.0     # microseconds in a graph; a plain round takes 1.2 milliseconds
 NEW = 200
@@ -46,11 +47,12 @@ def test_auto_is_never_far_below_the_best(damp, T, monkeypatch):
             return tape
 
         m = Recorded(world(damp), Session([timed], pytest.fail))
-        costs = measure_costs(m, repeats=3)
-        table = measure_arms(m, candidates(m, costs), costs)
+        machine = by_clock(m, repeats=3)
+        table = measure_arms(m, candidates(m, machine), machine)
 
         def auto():
-            return Pace(m, [priced(arm, table[arm.name]) for arm in candidates(m, costs)], costs)
+            arms = [priced(arm, table[arm.name]) for arm in candidates(m, machine)]
+            return Pace(m, arms, machine, clock=time.perf_counter)
 
         def written(drafter, count=NEW):
             probs = lambda logits: to_probs(logits, T)      # noqa: E731
@@ -59,7 +61,7 @@ def test_auto_is_never_far_below_the_best(damp, T, monkeypatch):
 
         ways = {"plain": lambda: None, "auto": auto}
         ways |= {g: lambda g=g: SelfDraft(m, early_exit(6, 1), g) for g in (2, 4)}
-        parts = [arm.alone(2) for arm in candidates(m, costs)]     # as support/auto.py does
+        parts = [arm.alone(2) for arm in candidates(m, machine)]   # as support/auto.py does
         m.rehearse(lambda: [written(drafter, 4) for drafter in (None, auto(), *parts)])
         found = {}
         for name, way in ways.items():

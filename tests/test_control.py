@@ -7,9 +7,10 @@ import pytest
 import torch
 from tiny import LIVELY, PROMPTS, Says, state_of
 
-from control import Confidence, Costs, best_gamma, confidence, weight_costs
+from control import Confidence, best_gamma, confidence
 from drafter import Rule, chain, wanted
 from layerskip import early_exit, without
+from methods.costs import Line, Machine, by_weights
 from methods.counts import Beta
 from model import Config, Transformer
 from speculative import rounds
@@ -54,44 +55,46 @@ def test_what_is_known_beforehand_counts_as_two_drafts():
 
 
 @pytest.mark.parametrize("family", LIVELY)
-def test_weight_costs_count_what_a_pass_reads(family):
+def test_weights_that_a_pass_reads(family):
     """The matrices of each sub-layer and the head once, tied or not; no norms and no embedding. A
-    token more in the text is a key and a value more."""
+    token more in the text is a key and a value more. All is told in passes."""
     c = replace(LIVELY[family], vocab_size=23)
-    m, costs = Transformer(c), weight_costs(c)
-    parts = [part for block in m.blocks for part in (block.attn, block.mlp)]
-    assert list(costs.sublayers) == [sum(p.numel() for p in part.parameters()) for part in parts]
-    assert costs.head == m.tok.numel() and costs.window == c.window
-    price = costs.pricing([2])
-    assert price(7) - price(6) == 2 * c.n_kv_heads * c.head_dim
+    m, machine = Transformer(c), by_weights(c)
+    for part, cost in ("attn", machine.attention), ("mlp", machine.mlp):
+        weights = sum(p.numel() for p in getattr(m.blocks[0], part).parameters())
+        assert cost * machine.unit == pytest.approx(weights)
+    assert machine.head * machine.unit == pytest.approx(m.tok.numel())
+    assert machine.draft([2]).slope * machine.unit == pytest.approx(2 * c.n_kv_heads * c.head_dim)
 
 
 def test_costs_by_hand():
-    costs = Costs((3.0, 5.0, 7.0, 11.0), 4.0)
-    assert costs.step(range(4)) == 1 and costs.step([]) == 4 / 30
-    assert costs.step(early_exit(2, 1), share=0.25) == 9 / 30, "a quarter of the head's rows"
-    assert costs.step(without(2, attn=[0], mlp=[1])) == (5 + 7 + 4) / 30
-    assert replace(costs, call=10.0).step([], share=0.25) == (1 + 10) / 40
-    assert costs.pass_cost(99) == 1.0, "counting the weights read"
-    measured = replace(costs, passes=((1, 1.0), (3, 1.5), (5, 3.5)))
-    assert [measured.pass_cost(T) for T in range(1, 8)] == [1.0, 1.25, 1.5, 2.5, 3.5, 4.5, 5.5]
-    odd = replace(costs, passes=((1, 1.0), (3, 1.5), (5, 1.25)))
-    assert [odd.pass_cost(T) for T in (4, 9)] == [1.375, 1.25], "a wider block is never cheaper"
+    machine = Machine.of(2, attention=3.0, mlp=5.0, head=4.0)
+    assert machine.unit == 20 and machine.verify(0) == machine.verify(0, 99) == 1
+    assert machine.draft(range(4)) == Line(1.0) and machine.draft([]).start == 4 / 20
+    assert machine.draft(early_exit(2, 1), share=0.25).start == 9 / 20, "a quarter of the head"
+    assert machine.draft(without(2, attn=[0], mlp=[1])).start == pytest.approx((5 + 3 + 4) / 20)
+    stepping = Machine.of(2, 3.0, 5.0, 4.0, step=10.0)
+    assert stepping.draft([], share=0.25, own=0.5).start == pytest.approx((1 + 10) / 30 + 0.5)
+    wide = replace(machine, wide=((1, 1.0), (3, 1.5), (5, 3.5)))
+    assert [wide.verify(0, T) for T in range(1, 8)] == [1.0, 1.25, 1.5, 2.5, 3.5, 4.5, 5.5]
+    assert wide.further() == (15.5 - 1) / 16
+    odd = replace(machine, wide=((1, 1.0), (3, 1.5), (5, 1.25)))
+    assert [odd.verify(0, T) for T in (4, 9)] == [1.375, 1.25], "a wider block is never cheaper"
 
 
 def test_costs_grow_with_what_attention_reads():
-    costs = Costs((2.0, 3.0) * 4, 4.0, slot=0.1, context=10, window=20)
-    assert costs.pricing(range(8))(10) == costs.whole == 24
-    assert costs.pricing(range(8))(50) == pytest.approx(24 + 2 * 4 + 2 * 1)
-    assert costs.pricing([1, 3])(50) == 10, "an MLP reads no text"
-    assert [costs.pricing([2], 0.0)(n) for n in (0, 10, 50)] == pytest.approx([1, 2, 6])
-    assert costs.pricing([4], 0.0)(50) == pytest.approx(2 + 1), "even blocks see a window"
+    """Those of a draft as much as its attentions are."""
+    machine = Machine.of(4, 2.0, 3.0, 4.0, slope=0.6, wide=((1, 1.0), (2, 1.5)))
+    assert (machine.verify(10), machine.verify(10, 2)) == pytest.approx((2, 3))
+    assert machine.draft([1, 3]).slope == 0, "an MLP reads no text"
+    assert machine.draft([0, 1, 2]).at(10) == pytest.approx((2 * 2 + 3 + 4 + 2 * 0.6 * 10) / 24)
+    assert machine.draft([], reads=True).slope == pytest.approx(0.6 / 24), "an attention of its own"
 
 
 def test_a_skip_set_of_gemma_2_9b_costs_what_others_measured():
     """19 of 42 attentions and 18 of 42 MLPs skipped: 48.82 tokens/s of the draft alone, 29.65 of
     the target; 40.57 % of the drafts were accepted, and both together wrote 24.08 tokens/s."""
     shape = dict(dim=3584, n_layers=42, n_heads=16, n_kv_heads=8, head_dim=256, hidden_dim=14_336)
-    costs = weight_costs(Config(vocab_size=256_000, **shape))
-    c = costs.step(without(42, range(19), range(18)))
+    machine = by_weights(Config(vocab_size=256_000, **shape))
+    c = machine.draft(without(42, range(19), range(18))).start
     assert abs(c - 29.65 / 48.82) < 0.005 and best_gamma(0.4057, c) == 0

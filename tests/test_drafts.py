@@ -3,7 +3,6 @@ import copy
 import json
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +11,13 @@ from tiny import command
 
 import checkpoint
 import generate
-from control import MOST, Costs
+from control import MOST
 from lab.m2r2 import M2R2
 from lab.save import save
-from machine.quant import Int4, byte_costs
+from machine.quant import Int4
 from methods import heads
-from methods.arms import smaller
-from support import auto, measure
+from support import auto
+from support.measure import by_bytes
 
 call = command(generate.main)
 
@@ -64,22 +63,26 @@ def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, arms, storie
     assert arms(tmp_path)["skip set"].drafter.model.share == 1024 / 4096
 
 
+def unmeasured(model, arms, *how):
+    """The costs counted in bytes as if they had been measured, and drafts at .4 of a pass."""
+    return by_bytes(model), {arm.name: (0.0, 0.4, 0.0) for arm in arms}
+
+
 def test_the_model_in_few_bits_is_a_candidate(arms, stories, tmp_path, monkeypatch):
     """If bytes count, even next to trained heads.
     Its price is measured and grows with what both read."""
-    monkeypatch.setattr(auto, "MEASURED", 0)
-    monkeypatch.setattr(measure, "kept_costs", byte_costs)
-    monkeypatch.setattr(measure, "measure_step", lambda model, twin: 0.4)
+    monkeypatch.setattr(auto, "LARGE", 0)
+    monkeypatch.setattr(auto, "kept_costs", unmeasured)
     half, _ = checkpoint.load(STORIES, "cpu", torch.bfloat16)
     arm = arms(tmp_path, model=half)["quantised copy"]
     assert isinstance(arm.drafter.model.head, Int4)
     assert len(arm.drafter.sublayers) == 2 * half.c.n_layers
-    assert arm.drafting(0, 1) == pytest.approx(0.4) and 0.4 < arm.drafting(1000, 1) < 1
+    assert arm.cost(64, 1) == pytest.approx(0.4) and arm.cost(1000, 1) > 1
     assert arm.drafter.model.head.rounds, "a draft may round what it multiplies"
     double = copy.deepcopy(stories[0]).double()
     assert "quantised copy" not in arms(tmp_path, model=double), "no product"
     assert len(arms(STORIES, model=half)) == 2 and "quantised copy" in arms(STORIES, model=half)
-    monkeypatch.setattr(auto, "MEASURED", 64e6)
+    monkeypatch.setattr(auto, "LARGE", 64e6)
     small = "a small model lies in the processor's caches"
     assert "quantised copy" not in arms(tmp_path, model=half), small
 
@@ -93,10 +96,7 @@ def test_a_small_model_drafts_in_few_bits_alone_and_as_an_arm(call, plan):
     assert "in int4" in made.note and isinstance(made.make().model.head, Int4)
     whole, few = (plan("--draft-model", SMALL, *bits).make().arms[-1] for bits in ((), quantised))
     assert isinstance(few.drafter.model.head, Int4) and few.name == whole.name == "small model"
-    assert few.further(0) < 0.25 * whole.further(0), "a price by the bytes of float32 and int4"
-    arm = smaller(few.drafter.model, 0.2, Costs((1.0,), 1.0, ((1, 1.0), (2, 2.0))))
-    arm.drafter.follower = SimpleNamespace(unread=9, filled=[0])
-    assert arm.drafting(0, 0) == pytest.approx(8 * 0.2), "it reads what others wrote"
+    assert few.cost(0, 1) < 0.25 * whole.cost(0, 1), "by the bytes of float32 and int4"
 
 
 def test_trained_heads_beside_the_weights_are_candidates(arms, tmp_path, capsys):
@@ -115,19 +115,26 @@ def test_trained_heads_beside_the_weights_are_candidates(arms, tmp_path, capsys)
     assert "prophet" not in arms(tmp_path, "--quant", "int8")
 
 
-def test_costs_are_measured_once_for_large_models_only(call, plan, stories, tmp_path, monkeypatch):
-    assert plan().make().costs == byte_costs(stories[0]), "a small model"
-    table = Costs((0.1, 1 / 3) * stories[0].c.n_layers, 0.7, ((1, 1.0), (17, 4 / 3)), 1e-6, 64)
+def test_costs_are_measured_with_the_runs_own_settings(call, plan, stories, tmp_path, monkeypatch):
+    assert plan().make().machine == by_bytes(stories[0]), "a small model"
     measured = []
-    monkeypatch.setattr(measure, "measure_costs",
-                        lambda model, **how: measured.append(model) or table)
-    monkeypatch.setattr(auto, "MEASURED", 1e3)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert plan().make().costs is table and "measuring" in call.capsys.readouterr().err
+
+    def kept(model, arms, probs, rows, settings):
+        measured.append((probs.keywords, rows, dict(settings)))
+        return unmeasured(model, arms)
+
+    monkeypatch.setattr(auto, "kept_costs", kept)
+    assert "measured" in plan("--fast").note
+    monkeypatch.setattr(auto, "LARGE", 1e3)
+    assert "measured" in plan("--temperature", "0.8", "--exact").note
+    assert "measured" in plan("--temperature", "0.8", "--fast").note, "speed is asked for"
+    assert [how["temperature"] for how, *_ in measured] == [0.0, 0.8, 0.8]
+    assert all(how == settings for how, _, settings in measured)
     first, second = as_json(call), as_json(call)
-    assert all(first[key] == second[key] for key in ("outputs", "how"))
-    assert "as measured" in first["how"] and len(measured) == 1
-    assert "measured" in plan("--temperature", "0.8", "--fast").note, "who asks for speed gets it"
+    assert first["outputs"] == second["outputs"] and "as measured" in first["how"]
+    (tmp_path / "two.txt").write_text("One\nTwo\n")
+    call("--prompt-file", tmp_path / "two.txt", "--max-new", "4", "--json")
+    assert measured[-1][1] == 2
     assert "in bytes" in plan("--temperature", "0.8").note, "the same seed writes the same text"
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "in bytes" in plan().note, "each process would measure its own"

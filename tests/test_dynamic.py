@@ -7,20 +7,21 @@ import pytest
 import torch
 from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, warm
 
-from control import Costs
 from layerskip import early_exit
 from methods import dynamic
+from methods.costs import Machine
 from methods.dynamic import DEL
 from sampling import Coins, to_probs
 from search import Teacher
 from speculative import generate, rounds
 
-FREE = Costs((0.001,) * 11 + (1.0,), 0.0)    # with these every draft gains, the earlier ones more
+FREE = Machine(6, 0.001, 0.001, 0.0)     # every draft gains, the earlier ones more
 
 
-def priced(drafter, costs):
-    """A DEL with another table of costs."""
-    drafter.costs = [costs.step(early_exit(drafter.model.c.n_layers, e)) for e in drafter.exits]
+def priced(drafter, machine):
+    """A DEL with other costs."""
+    L = drafter.model.c.n_layers
+    drafter.costs = [machine.draft(early_exit(L, e)).start for e in drafter.exits]
     return drafter
 
 
@@ -28,7 +29,7 @@ DRAFTERS = {"del": lambda m: priced(DEL(m, exits=[2, 5], every=2, gamma=4), FREE
 test_greedy_identity = promises.greedy_identity(DRAFTERS)
 test_poison = promises.poison(DRAFTERS, count=12)   # neither drafts nor scores read what is dead
 test_exact_law = promises.exact_law({
-    "del": (TINY_GEMMA, lambda m: priced(DEL(m, gamma=2), Costs((0.02,) * 5 + (9.0,), 0.0))),
+    "del": (TINY_GEMMA, lambda m: priced(DEL(m, gamma=2), Machine(3, 0.002, 0.002, 0.0))),
 }, count=2, room=2)
 
 
@@ -55,9 +56,9 @@ def test_shadows_are_what_each_exit_would_have_drafted(models, family, monkeypat
     assert (hits + misses).tolist() == pytest.approx([places] * 3)
 
 
-def headless(m, costs):
+def headless(m, machine):
     """A DEL with one exit, whose states are logits already, and score(logits, p, true) for it."""
-    drafter = priced(DEL(m, exits=[1]), costs)
+    drafter = priced(DEL(m, exits=[1]), machine)
     drafter.model = SimpleNamespace(unembed=lambda x: x, c=m.c)
     state = SimpleNamespace(probs=to_probs)
     return drafter, lambda logits, p, true: drafter.score(state, {1: logits}, p, true)
@@ -75,7 +76,8 @@ def test_counts_fade_by_hand(models, monkeypatch):
 
 
 def test_del_knows_the_heads_share(models):
-    drafter, score = headless(models["llama"], Costs((1.0,) * 12, 22.0))    # a draft costs 24 of 34
+    machine = Machine.of(6, 1.0, 1.0, 22.0)     # a draft costs 24 of 34
+    drafter, score = headless(models["llama"], machine)
     score(torch.zeros(1, 1, 17).double(), to_probs(torch.zeros(1, 1, 17)), torch.tensor([[True]]))
     assert drafter.counts[0] == 1 and drafter.rule.longest == 0, "one hit: alpha = 2/3 < 24/34"
 
@@ -83,10 +85,10 @@ def test_del_knows_the_heads_share(models):
 @each_family
 def test_del_drafts_at_the_exit_that_pays_and_not_at_all_where_none_does(models, family):
     m = models[family]
-    drafter = priced(DEL(m), Costs((1.0,) * 12, 100.0))
+    drafter = priced(DEL(m), Machine.of(6, 1.0, 1.0, 100.0))
     assert sum(int(r.proposed.sum()) for _, r in rounds(m, PROMPTS, 20, drafter)) == 0
     assert bool((drafter.counts[:2].sum(0) > 15).all()), "and it goes on learning"
-    drafter = priced(DEL(m), Costs((0.001,) * 10 + (5.0, 5.0), 0.0))    # the best alpha wins
+    drafter = priced(DEL(m), Machine(6, 0.0001, 0.0001, 0.0))    # the best alpha wins
     generate(m, PROMPTS, 20, drafter, warm, Coins(1))
     alphas = (drafter.counts[0] + 1) / (drafter.counts[:2].sum(0) + 2)
     assert drafter.sublayers == early_exit(6, 1 + int(alphas.argmax()))

@@ -1,61 +1,76 @@
-"""What `measure_costs` makes of known timings; and a table is measured once for each machine, model
+"""What `by_clock` makes of known timings; and a table is measured once for each machine, model
 and dtype, whatever lies in the cache folder."""
 import itertools
 import json
 import math
+from dataclasses import astuple
 
 import pytest
 import torch
 from tiny import GEMMA, LLAMA, make
 
-from control import Costs
 from machine import kept
 from machine.blocks import Piece
 from machine.kept import identity
 from machine.quant import quantise
 from machine.recorded import Recorded, Session
 from machine.tapes import simulated
+from methods.arms import candidates
+from methods.costs import Machine, by_weights
+from sampling import to_probs
 from support import measure
-from support.measure import WIDTHS, kept_costs, measure_costs, measure_step, read_costs
+from support.measure import (
+    WIDTHS,
+    by_clock,
+    kept_costs,
+    measure_arms,
+    measure_step,
+    priced,
+    read_machine,
+)
 
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """The tables that were measured so far. Each is another one, and they are kept in tmp_path."""
+    """The machines that were measured so far. Each is another one, and they are kept in
+    tmp_path."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tables = []
+    machines = []
 
-    def another(model, **how):
-        parts, blocks = (0.1 * (len(tables) + 1), 1 / 3) * model.c.n_layers, ((1, 1.0), (17, 4 / 3))
-        tables.append(Costs(parts, 0.7, blocks, 1e-7, 64, model.c.window, 0.1))
-        return tables[-1]
+    def another(model, *how, **more):
+        parts = 0.1 * (len(machines) + 1), 1 / 3, 0.7, 0.1, 1e-7
+        machines.append(Machine.of(model.c.n_layers, *parts, ((1, 1.0), (17, 4 / 3))))
+        return machines[-1]
 
-    monkeypatch.setattr(measure, "measure_costs", another)
-    return tables
+    monkeypatch.setattr(measure, "by_clock", another)
+    monkeypatch.setattr(measure, "measure_arms", lambda model, arms, *how, **more: {
+        arm.name: (0.0, 0.1 * len(machines), 0.01) for arm in arms})
+    return machines
 
 
-def test_costs_leave_out_the_call_itself(models, monkeypatch):
-    """Here a call takes half a second, each part 1.5 s and its number more; the sub-layers, of 84 s
-    together, are scaled to what a pass takes besides the step around them."""
+def test_what_a_machine_is_made_of(models, monkeypatch):
+    """Here a call takes half a second. All attentions take 12 s more and all MLPs 24 s, which is
+    scaled to the 42 s that a plain round takes besides its step. 960 more tokens add 9.6 s."""
     called = []
 
     def fake(actions, *how):
         called.extend(action() for action in actions.values())
-        times = {name: 2.0 + name for name in actions if isinstance(name, int)}
         blocks = {(T, which): 99.0 if which else 43.0 + 2 * T for T in WIDTHS
                   for which in ("before", "")}
-        return times | {"empty": 0.5, "step": 3.0, "head": 2.0, "far": 13.6, "choose": 9.0} | blocks
+        return {"empty": 0.5, "attentions": 12.5, "MLPs": 24.5, "step": 3.0, "head": 2.0,
+                "far": 22.1} | blocks
 
     monkeypatch.setattr(measure, "interleave", fake)
     with torch.no_grad():
-        costs = measure_costs(models["llama"], repeats=3)
-    assert costs == Costs(tuple(0.5 * (1.5 + i) for i in range(12)), 2.0,
-                          tuple((T, (43 + 2 * T) / 45) for T in WIDTHS),
-                          slot=pytest.approx(0.5 * (13.6 - 4) / 960), context=64, call=1.0,
-                          thinking=9.0)
-    assert costs.whole == 45 and costs.step(range(2)) == pytest.approx((0.5 * 4 + 3) / 45)
-    assert [x.shape for _, x in called[15:33:2]] == [(1, 1, 17)] * 9, "one token before each block"
-    assert [x.shape for _, x in called[16:33:2]] == [(1, T, 17) for T in WIDTHS]
+        m = by_clock(models["llama"], repeats=3)
+    slope = 9.6 * 42 / 36 / 6 / 960
+    attention = 12 * 42 / 36 / 6 - 64 * slope
+    want = Machine.of(6, attention, 24 * 42 / 36 / 6, 2.0, 1.0, slope)
+    assert astuple(m)[:6] == pytest.approx(astuple(want)[:6])
+    assert m.wide == tuple((T, (43 + 2 * T) / 45) for T in WIDTHS)
+    assert m.verify(64) * m.unit == pytest.approx(45)
+    assert [x.shape for _, x in called[6::2]] == [(1, 1, 17)] * 9, "one token before each block"
+    assert [x.shape for _, x in called[7::2]] == [(1, T, 17) for T in WIDTHS]
 
 
 def test_a_step_of_a_copy_is_relative_to_the_models(models, monkeypatch):
@@ -83,10 +98,40 @@ def test_a_measurement_ends_in_time_after_five_repeats(monkeypatch):
         assert len(calls) == 1 + repeats
 
 
-def test_a_real_measurement_is_a_table(models):
-    costs = measure_costs(models["gemma2"], repeats=1)
-    assert len(costs.sublayers) == 12 and min(*costs.sublayers, costs.head) > 0
-    assert 0 < costs.step(range(4)) < costs.step(range(12)) == 1 and costs.window == 5
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_real_measurement(models, rows):
+    """With the run's own settings, and as many rows."""
+    seen = []
+
+    def probs(logits):
+        seen.append(len(logits))
+        return to_probs(logits, 0.7, top_k=4)
+
+    m = by_clock(models["gemma2"], probs, rows, repeats=1)
+    assert set(seen) == {rows} and min(m.attention, m.mlp, m.head, m.unit) >= 0
+    assert m.draft(range(12)).start == pytest.approx(1) and m.wide[0] == (1, 1.0)
+    seen.clear()
+    arms = candidates(models["gemma2"], m)
+    found = measure_arms(models["gemma2"], arms, m, probs, rows, repeats=1)
+    assert set(seen) == {rows} and [*found] == [arm.name for arm in arms]
+    assert all(min(numbers) >= 0 for numbers in found.values())
+
+
+def test_what_drafts_take_by_hand(models, monkeypatch):
+    """A plain round takes 2 s, and a block of T tokens (T + 9) / 10 of it. A round with one token
+    takes .1 + .3 of it more, one with four .1 + 4 * .3, and asking 4 * .05."""
+    m = Machine.of(6, 1.0, 1.0, 1.0, wide=((1, 1.0), (11, 2.0)))
+    arm, = candidates(models["llama"], m)[:1]
+    times = {"plain": 2.0, (arm.name, "one"): 2 * (1.1 + 0.4), (arm.name, "most"): 2 * (1.4 + 1.3),
+             (arm.name, "asked"): 2 * (1.4 + 1.5)}
+    monkeypatch.setattr(measure, "interleave", lambda *_: times)
+    found = measure_arms(models["llama"], [arm], m)[arm.name]
+    assert found == pytest.approx((0.1, 0.3, 0.05))
+    for asking in (0.05, 0.001):
+        dear = priced(arm, (0.1, 0.3, asking))
+        asks = asking < 0.01
+        assert dear.drafter.rule.asks == asks
+        assert dear.cost(64, 4) == pytest.approx(0.1 + 4 * (0.3 + asking * asks))
 
 
 def test_other_machines_models_and_types_have_other_tables(monkeypatch):
@@ -101,32 +146,51 @@ def test_other_machines_models_and_types_have_other_tables(monkeypatch):
 
 def test_a_table_that_makes_no_sense_is_refused_and_a_short_one_read(tmp_path):
     path = tmp_path / "costs.json"
-    short = {"sublayers": [1, 2] * 6, "head": 5}
-    for damage in ({"sublayers": [1.0]}, {"head": -1}, {"slot": "0"}, {"passes": 1},
-                   {"blocks": [[1, 1.0]]}, {"loss": 1.5}):
+    short = {"attention": 1, "mlp": 2, "head": 2}
+    for damage in ({"blocks": 5}, {"head": -1}, {"slope": "0"}, {"wide": 1},
+                   {"passes": [[1, 1.0]]}, {"wide": [[1, math.inf]]}):
         path.write_text(json.dumps(short | damage))
         with pytest.raises(ValueError, match="costs.json: not a table of costs"):
-            read_costs(path, LLAMA)
-    path.write_text(json.dumps(short))
-    assert read_costs(path, LLAMA) == Costs((1, 2) * 6, 5, ((1, 1.0),))
+            read_machine(path, LLAMA)
+    path.write_text(json.dumps(short | {"unit": 3.0}))
+    assert read_machine(path, LLAMA) == Machine(6, 0.05, 0.1, 0.1, unit=60.0)
 
 
 def test_a_table_is_kept_and_measured_again_only_if_it_is_damaged(
         measured, capsys, tmp_path, monkeypatch):
-    assert kept_costs(make(LLAMA)) == kept_costs(make(LLAMA)) == measured[0]
+    m = make(LLAMA)
+    arms = candidates(m, by_weights(LLAMA))
+    first = kept_costs(m, arms)
+    again, found = kept_costs(make(LLAMA), arms)
+    assert len(measured) == 1 and found == first[1]
+    assert again.attention == pytest.approx(first[0].attention) and first[0] is measured[0]
     (table,) = tmp_path.rglob("costs-*.json")
     table.write_bytes(table.read_bytes()[:-9])
     capsys.readouterr()
-    assert kept_costs(make(LLAMA)) == kept_costs(make(LLAMA)) == measured[1]
-    assert table.name in capsys.readouterr().err.splitlines()[0]
+    for _ in range(2):
+        assert kept_costs(m, arms)[1]["exit 1"] == (0.0, 0.2, 0.01)
+    assert table.name in capsys.readouterr().err.splitlines()[0] and len(measured) == 2
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    assert kept_costs(make(LLAMA)) == measured[2] and "not kept" in capsys.readouterr().err
+    assert kept_costs(m, arms)[0] is measured[2] and "not kept" in capsys.readouterr().err
 
 
-def test_a_recorded_model_replays_passes_and_has_its_own_table(models, measured, monkeypatch):
+def test_other_arms_rows_and_settings_have_their_own_table(models, measured):
+    m = models["llama"]
+    machine = by_weights(m.c)
+    for _ in range(2):
+        kept_costs(m)
+        kept_costs(m, candidates(m, machine))
+        kept_costs(m, candidates(m, machine, small=(m, 0.1)))
+        kept_costs(m, candidates(m, machine, small=(m, 0.2)))
+        kept_costs(m, (), to_probs, 2)
+        kept_costs(m, (), to_probs, 1, (("top_p", 0.9),))
+        kept_costs(Recorded(m, Session([simulated])))
+    assert len(measured) == 7
+
+
+def test_a_recorded_model_replays_passes(models, monkeypatch):
     recorded, made = Recorded(models["llama"], Session([simulated])), []
-    assert kept_costs(recorded) != kept_costs(models["llama"]) and len(measured) == 2
     monkeypatch.setattr(Recorded, "record", lambda self, f, *args: made.append(f))
-    measure_costs(recorded, repeats=2)
+    by_clock(recorded, repeats=2)
     pieces = {f.sublayers for f in made if isinstance(f, Piece)}
     assert pieces == {tuple(range(12))}, "no sub-layer alone"

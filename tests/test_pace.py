@@ -1,5 +1,6 @@
 """Pace never changes the text, never loses more than it may, and chooses what promises most."""
 from dataclasses import replace
+from random import Random
 from types import SimpleNamespace
 
 import promises
@@ -8,30 +9,49 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_heads import wild
-from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, small, state_of, warm
+from tiny import (
+    LIVELY,
+    LLAMA,
+    PROMPTS,
+    TINY_GEMMA,
+    each_family,
+    make,
+    make_round,
+    small,
+    state_of,
+    warm,
+)
 
-from control import MOST, Costs, expected_tokens, weight_costs
+from control import MOST, expected_tokens
 from drafter import ModelDraft
 from layerskip import SelfDraft, without
+from machine.exact import exactly
 from machine.standin import StandIn
-from methods.arms import BIN_FADE, FADE, PRIOR, Arm, Calibrated, candidates, head_draft, self_draft
+from methods.arms import (
+    BIN_FADE,
+    FADE,
+    PRIOR,
+    Arm,
+    Calibrated,
+    Copies,
+    candidates,
+    head_draft,
+    self_draft,
+    smaller,
+)
+from methods.costs import Line, Machine, by_weights
 from methods.counts import Beta
 from methods.heads import Eagle, Kangaroo, Medusa, Prophet
-from methods.pace import OVERHEAD, RISK, STAKE, Pace
+from methods.pace import OVERHEAD, RISK, STAKE, Choice, Pace, Shortest, promise
 from methods.standin import ShortHead
-from sampling import Coins, to_probs
+from sampling import Coins, Race, to_probs
 from speculative import generate, rounds
 from support.measure import priced
 
 SKIP = without(6, attn=[1, 4], mlp=[2])
 IDS = [4, 9, 0, 2, 16, 3]
-CHEAP = Costs((0.02,) * 8 + (2.5,) * 4, 0.01)   # self-drafts are nearly free
-EVEN = Costs((3.0,) * 4, 1.0)    # of a model of two blocks
-
-
-def each(price):
-    """What an arm costs whose tokens all cost the same."""
-    return lambda n, g: g * price
+CHEAP = Machine(6, 0.003, 0.003, 0.002)     # self-drafts are nearly free
+EVEN = replace(Machine.of(2, 3.0, 3.0, 1.0), unit=1.0)
 
 
 def bold(pace):
@@ -40,26 +60,46 @@ def bold(pace):
     return pace
 
 
-def cheap(m):
+def cheap(m, clock=None):
     """With arms of all kinds, with and without a draft vocabulary."""
     heads = [wild(head) for head in (Kangaroo(m, 2), Medusa(m, 3), Prophet(m, 1))]
     arms = candidates(m, CHEAP, SKIP) + candidates(m, CHEAP, None, IDS, small=(small(m), 0.1))
     arms += [head_draft(head, CHEAP, ids) for head in heads for ids in (None, IDS)]
-    return bold(Pace(m, arms, CHEAP))
+    return bold(Pace(m, arms, CHEAP, clock=clock))
 
 
 def tiny_pace(m):
-    costs = Costs((0.02,) * 5 + (9.0,), 0.0)
-    arms = [self_draft("exit 1", m, range(2), costs), head_draft(wild(Medusa(m, 2)), costs)]
-    return bold(Pace(m, arms, costs, most=2))
+    machine = Machine(3, 0.003, 0.003, 0.0)
+    arms = [self_draft("exit 1", m, range(2), machine), head_draft(wild(Medusa(m, 2)), machine)]
+    return bold(Pace(m, arms, machine, most=2))
 
 
-PACES = {"by weights": Pace, "cheap": cheap,
+def liar(seed):
+    """A clock that moves by anything, in either direction."""
+    random = Random(seed)
+    return lambda: random.choice([0.0, 1.0, random.uniform(-9, 9), random.expovariate(1e-3)])
+
+
+PACES = {"by weights": Pace, "cheap": cheap, "a lying clock": lambda m: cheap(m, liar(1)),
          "the rule alone": lambda m: SelfDraft(m, range(8), Calibrated([0.4] * 6, 6))}
 test_greedy_identity = promises.greedy_identity(PACES)
 test_poison = promises.poison(PACES, ["cheap"], 14)
 test_damaged_weights = promises.damaged_weights(PACES, ["the rule alone"])
 test_exact_law = promises.exact_law({"gemma2": (TINY_GEMMA, tiny_pace)})
+
+
+@each_family
+def test_the_clock_changes_drafts_and_no_text(family):
+    """In float32, greedy and, with --exact, sampled: what lying clocks choose differs."""
+    m = exactly(make(LIVELY[family]).float(), False)
+    for probs in (to_probs, warm):
+        plain, _ = generate(m, PROMPTS, 30, None, probs, Race([1, 2, 3, 4]))
+        ways = set()
+        for seed in range(4):
+            pace = cheap(m, liar(seed))
+            assert generate(m, PROMPTS, 30, pace, probs, Race([1, 2, 3, 4]))[0] == plain
+            ways.add(str(pace.chosen))
+        assert len(ways) > 1
 
 
 # --- the guarantee
@@ -92,21 +132,80 @@ def test_it_costs_no_more_than_it_may(price, slope, B, seed):
     """Up to any round, whatever its arms are worth and promise. What a row wins it wins for itself
     only."""
     m = TARGET
-    costs = replace(EVEN, passes=((1, 1.0), (17, 1 + 16 * slope)))
+    machine = replace(EVEN, wide=((1, 1.0), (17, 1 + 16 * slope)))
     rules = [never_stops(0.98) if seed % 3 else Calibrated(prior=0.98) for _ in range(3)]
     drafters = (ModelDraft(Half(m), rules[0]), ModelDraft(make(m.c, 1), rules[1]),
                 SelfDraft(m, [0, 1], rules[2]))
-    arms = [Arm("", drafter, lambda n, g: slope + g * price) for drafter in drafters]
-    pace = Pace(m, arms[seed % 3 :] + arms[: seed % 3], costs)
+    arms = [Arm("", drafter, Line(price), slope) for drafter in drafters]
+    pace = Pace(m, arms[seed % 3 :] + arms[: seed % 3], machine)
     prompts = [PROMPTS[(seed + b) % 4] for b in range(B)]
     taken = 0.0
     for state, r in rounds(m, prompts, 40, pace, warm if seed % 2 else to_probs, Coins(seed)):
-        T = r.p.shape[1]
-        taken += costs.pass_cost(B * T) / costs.pass_cost(B)
-        taken += (slope + price * (T - 1)) * (pace.arm in arms)
+        K = r.p.shape[1] - 1
+        taken += machine.verify(0, 1 + K)
+        taken += (slope + price * K) * (K > 0 and pace.choice.arm in arms)
         rows = zip(state.known, prompts, r.new, strict=True)
         least = min(len(text) - len(ids) for text, ids, new in rows if new)
         assert taken <= STAKE + (1 + RISK) * least + 1e-9 and pace.balance > -1e-9
+
+
+class Hours:
+    """A clock that only the code below moves."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Dear(StandIn):
+    """A model whose passes take one second for each block of tokens."""
+
+    def __init__(self, model, clock):
+        super().__init__(model)
+        self.clock = clock
+
+    def run(self, x, at, cache=None, *rest):
+        self.clock.now += 1.0
+        return self.model.run(x, at, cache, *rest)
+
+
+class Late(ModelDraft):
+    """Its drafted tokens take `each` seconds; and what choosing took before."""
+
+    def __init__(self, model, clock, each):
+        super().__init__(model, never_stops(0.9))
+        self.clock = clock
+        self.each = each
+        self.rounds = []    # tokens drafted
+
+    def propose(self, state):
+        draft = super().propose(state)
+        self.rounds.append(draft.tokens.shape[1])
+        self.clock.now += self.each * self.rounds[-1]
+        return draft
+
+
+@pytest.mark.parametrize("told, true", [(0.02, 0.9), (0.3, 0.3), (0.9, 0.1)])
+@pytest.mark.parametrize("right", [False, True])
+def test_by_the_clock_a_wrong_price_is_soon_right(told, true, right):
+    """A table that is wrong misleads it for two rounds with each arm, and no further."""
+    clock = Hours()
+    m = Dear(TARGET, clock)
+    late = Late(TARGET if right else make(TARGET.c, 1), clock, true)
+    pace = Pace(m, [Arm("late", late, Line(told))], EVEN, clock=clock)
+    pace.copies.drafter.best = lambda *_: (0.0, 0, [])
+    steps = rounds(m, PROMPTS[:1], 200, pace)
+    written = 0
+    start = None
+    for state, _ in steps:
+        start = start or clock.now - 1 - true * (late.rounds or [0])[0]
+        written = len(state.known[0]) - len(PROMPTS[0])
+        lessons = sum(late.rounds[:2]) * max(0.0, true - told)
+        assert clock.now - start <= STAKE + (1 + RISK) * written + lessons + 1e-9
+    if right:
+        assert clock.now - start < (0.75 if true < 0.5 else 1.03) * written
 
 
 @pytest.mark.parametrize("price, alpha, most, drafted", [
@@ -114,28 +213,58 @@ def test_it_costs_no_more_than_it_may(price, slope, B, seed):
     (0.25, 1.0, 16, 8), (0.01, 1.0, 16, 16), (0.01, 1.0, 20, 20)])
 def test_the_first_draft(price, alpha, most, drafted):
     """None for a gain of 4 %, one for 6 %; as many as two passes pay for; as many as it may."""
-    arm = Arm("right", ModelDraft(TARGET, never_stops(alpha)), each(price), most)
+    arm = Arm("right", ModelDraft(TARGET, never_stops(alpha)), Line(price), longest=most)
     _, r = next(rounds(TARGET, PROMPTS[:1], 40, Pace(TARGET, [arm], EVEN, most=most)))
     assert r.draft.tokens.shape[1] == drafted
 
 
 def test_a_longer_text_makes_passes_dearer(models):
-    pace = Pace(models["llama"], [], Costs((1.0,) * 12, 8.0, slot=0.1))
+    machine = Machine.of(6, 1.0, 1.0, 8.0, slope=0.1)
+    pace = Pace(models["llama"], [], machine)
     next(rounds(models["llama"], [[1] * 5, [1] * 50], 9, pace))
-    assert (pace.n, pace.grown, pace.room) == (50, 50 / 20, 8)
+    assert pace.choice.costs[0] == pytest.approx(1 + 50 * 6 * 0.1 / 20)
+    assert len(pace.choice.costs) <= 9
 
 
 @pytest.mark.parametrize("name, prior, price", [("nothing", 0.0, 0.9), ("right", 1.0, 0.01)])
 def test_a_choice_holds_for_several_rounds(name, prior, price):
-    """Choosing takes a fifth of a pass. A choice made again holds for one round more, then for 3,
-    7, 15 and at most 20, whatever it is. Counting weights it is free."""
-    for thinking, times in (2.6, 5), (0.0, None):
-        arm = Arm("right", ModelDraft(TARGET, Calibrated(prior=prior)), each(price), 1)
-        pace, awake = Pace(TARGET, [arm], replace(EVEN, thinking=thinking)), []
-        pace.lookup.best = lambda *_, awake=awake: awake.append(1) or (0.0, 0, [])
-        _, passes = generate(TARGET, PROMPTS[:1], 44, pace)
+    """Choosing takes a fifth of a pass. A choice that is made again holds for as long as it has
+    lasted, at most until choosing takes a hundredth. Where it takes no time, each round chooses."""
+    for thinking in (0.2, 0.0):
+        clock = Hours()
+        m = Dear(TARGET, clock)
+        arm = Arm("right", ModelDraft(TARGET, Calibrated(prior=prior)), Line(price), longest=1)
+        pace = Pace(m, [arm], EVEN, clock=clock)
+        awake = []
+
+        def best(*_, awake=awake, clock=clock, thinking=thinking):
+            clock.now += thinking
+            awake.append(1)
+            return 0.0, 0, []
+
+        pace.copies.drafter.best = best
+        _, passes = generate(m, PROMPTS[:1], 44, pace)
         assert passes == (44 if name == "nothing" else 22) and pace.chosen[name] >= passes - 1
-        assert len(awake) == (times or passes) and pace.pause == (20 if times else 0)
+        assert len(awake) == passes if thinking == 0 else 4 <= len(awake) <= 8
+        assert pace.choice.holds <= thinking / OVERHEAD
+
+
+def test_choosing_is_paid_from_the_balance():
+    """Where nothing gains it costs the stake and the RISK that tokens allow, and no more."""
+    clock = Hours()
+    m = Dear(TARGET, clock)
+    pace = Pace(m, [], EVEN, clock=clock)
+
+    def look(state):
+        clock.now += 0.5
+        pace.copies.drafter.matched = [0]
+        pace.copies.longest = 0
+
+    pace.copies.look = look
+    began = 0.0
+    for state, _ in rounds(m, PROMPTS[:1], 200, pace):
+        began = began or clock.now - 1.5
+        assert clock.now - began <= STAKE + 0.5 + (1 + RISK) * len(state.known[0][3:]) + 1e-9
 
 
 def test_a_rule_that_takes_long_is_not_asked():
@@ -146,9 +275,9 @@ def test_a_rule_that_takes_long_is_not_asked():
         rule = Calibrated(prior=0.6)
         ask = rule.unlikely
         rule.unlikely = lambda *args, ask=ask: asked.append(1) or ask(*args)
-        arm = priced(Arm("right", ModelDraft(TARGET, rule), each(0.2)), (0.0, 0.2, asking))
+        arm = priced(Arm("right", ModelDraft(TARGET, rule), Line(0.2)), (0.0, 0.2, asking))
         pace = Pace(TARGET, [arm], EVEN)
-        pace.lookup.best = lambda *_: (0.0, 0, [])      # no copies
+        pace.copies.drafter.best = lambda *_: (0.0, 0, [])      # no copies
         asked.clear()
         generate(TARGET, PROMPTS[:1], 60, pace)
         assert rule.acceptance.mean() > 0.9 and bool(asked) == (asking < OVERHEAD)
@@ -159,10 +288,10 @@ def test_a_rule_that_takes_long_is_not_asked():
 
 def test_it_changes_to_what_is_better_and_remembers():
     """A model that is wrong promises much at first, and again when its last try is long ago."""
-    arms = [Arm(name, ModelDraft(model, Calibrated(prior=prior)), each(0.2))
+    arms = [Arm(name, ModelDraft(model, Calibrated(prior=prior)), Line(0.2))
             for name, model, prior in (("wrong", make(TARGET.c, 1), 0.9), ("right", TARGET, 0.3))]
     pace = Pace(TARGET, arms, EVEN)
-    pace.lookup.best = lambda *_: (0.0, 0, [])
+    pace.copies.drafter.best = lambda *_: (0.0, 0, [])
     generate(TARGET, PROMPTS[:1], 200, pace)
     assert pace.chosen["right"] > 5 * pace.chosen["wrong"] > 0
     before, known = dict(pace.chosen), [arm.drafter.rule.acceptance.mean() for arm in arms]
@@ -173,14 +302,20 @@ def test_it_changes_to_what_is_better_and_remembers():
     assert pace.chosen["wrong"] - before["wrong"] <= 1
 
 
-def test_what_would_have_been_copied(models):
+def test_what_would_have_been_copied():
     """By the length that matched: one token; two and three, 2 of 3 and then 2 of 2."""
-    pace = Pace(models["llama"], [], CHEAP)
-    pace.lookup.matched, pace.copies = [3, 2, 0, 1], [[5, 6, 7], [5, 6], [], [1]]
-    pace.learn_copies([[5, 6, 9], [5, 6], [3], [2]])
-    one, two = pace.copy_rates[1:3]
+    copies = Copies()
+    copies.drafter.matched, copies.found = [3, 2, 0, 1], [[5, 6, 7], [5, 6], [], [1]]
+    copies.learn([[5, 6, 9], [5, 6], [3], [2]])
+    one, two = copies.rates[1:3]
     assert (one.hits, one.misses, two.hits, two.misses) == (0, 1, 2 * FADE + 2, FADE)
     assert (one.mean(), two.mean()) == (1 / 3, (2 * FADE + 2 + 1.5) / (3 * FADE + 4))
+
+
+def test_the_shortest_row_that_has_not_ended_counts():
+    shortest = Shortest(2)
+    rounds_ = [[1], [1, 1]], [[1], [1]], [[1] * 3, []], [[1], []]
+    assert [shortest.gain(new) for new in rounds_] == [1, 1, 3, 1]
 
 
 # --- the rule
@@ -218,39 +353,39 @@ def test_outcomes_are_counted_by_hand():
 
 @given(st.floats(0, 0.99), st.floats(0, 1))
 def test_promises_are_the_formula(alpha, price):
-    """With blocks for free."""
-    pace = Pace(TARGET, [])
-    pace.passes, pace.room, pace.balance = [1.0] * 18, 16, 99.0
-    rate, g = pace.promise(Arm("", None, each(price)), alpha)
+    rate, g = promise([1 + k * price for k in range(17)], alpha)
     speeds = [expected_tokens(alpha, k) / (1 + k * price) for k in range(17)]
     assert rate == pytest.approx(max(speeds)) == pytest.approx(speeds[g])
 
 
-def test_promises_of_blocks_by_hand(models):
-    costs = Costs((1.0,) * 12, 2.0, ((1, 1.0), (2, 1.5), (17, 9.0)))
-    arm = Arm("", None, lambda n, g: 0.2 + 0.05 * (g > 0) + 0.1 * g)
-    pace = Pace(models["llama"], [], costs)
-    pace.passes = list(map(costs.pass_cost, range(4)))
-    pace.room, pace.balance = 2, 9.0
-    assert pace.promise(arm, 1.0) == (pytest.approx(max(2 / 1.65, 3 / 2.25)), 2), "room for two"
-    # of 1.25 for two and .65 for one, and .2 for reading
-    for pace.balance, g in (0.9, 1), (0.7, 0):
-        assert pace.promise(arm, 1.0)[1] == g
-    arm.longest, pace.balance, pace.thinking = 1, 9.0, 0.4
-    assert pace.promise(arm, 1.0) == (1.0, 0), "to choose costs something, too"
-    pace.pause = 1
-    assert pace.promise(arm, 1.0) == (pytest.approx(2 / 1.85), 1)
+def test_offers_of_blocks_by_hand(models):
+    """Two drafted tokens cost .05 + .2, the block of three 1.5 + 7.5 / 15; reading costs .2."""
+    machine = replace(Machine.of(6, 1.0, 1.0, 2.0), wide=((1, 1.0), (2, 1.5), (17, 9.0)))
+    drafter = ModelDraft(models["llama"], 2)
+    drafter.follower = SimpleNamespace(unread=3)
+    arm = Arm("", drafter, Line(0.1), 0.05, 0.1)
+    pace = Pace(models["llama"], [arm], machine)
+    for balance, thinking, most, costs in (
+            (9.0, 0.0, 2, [1, 1.65, 2.25]), (9.0, 0.0, 1, [1, 1.65]), (1.44, 0.0, 2, [1, 1.65]),
+            (1.46, 0.0, 2, [1, 1.65, 2.25]), (1.46, 0.1, 2, [1, 1.65]), (0.8, 0.0, 2, [1])):
+        pace.balance = balance
+        choice = pace.offer(arm, 0, most, thinking)
+        assert choice.costs == pytest.approx(costs)
+        assert choice.thinking + choice.reading == pytest.approx(thinking + 0.2)
+    pace.balance, pace.choice = 9.0, Choice(arm, [1, 1.65], 0.1, 0.2)
+    pace.shortest = Shortest(1)
+    pace.observe(state_of([[1, 2, 3]], [5]), make_round([[1, 1]], [1], [1]))
+    assert pace.balance == pytest.approx(9 + 2 * (1 + RISK) - 1.65 - 0.3)
 
 
 def test_candidates_and_their_prices(models):
-    m, costs = models["llama"], weight_costs(LLAMA)
-    arms = candidates(m, costs, SKIP, [1, 2, 3])
+    m, machine = models["llama"], by_weights(LLAMA)
+    arms = candidates(m, machine, SKIP, [1, 2, 3])
     assert [arm.name for arm in arms] == ["exit 1", "exit 2", "skip set"]
     for arm, subs in zip(arms, (range(2), range(4), SKIP), strict=True):
         assert arm.drafter.sublayers == list(subs) and arm.drafter.model.share == 3 / 17
-        price, whole = costs.pricing(subs, 3 / 17), costs.pricing(range(12))
-        assert arm.drafting(50, 1) == price(50) / whole(50) != costs.step(subs, 3 / 17)
-    dear = replace(costs, call=0.8 * costs.head)    # a step costs what most of the head does
+        assert arm.each == machine.draft(subs, 3 / 17)
+    dear = replace(machine, step=0.8 * machine.head)    # a step costs what most of the head does
     for count, shorter in (10, False), (3, True):
         arms = candidates(m, dear, SKIP, list(range(count)))
         assert {isinstance(arm.drafter.model, ShortHead) for arm in arms} == {shorter}
@@ -263,31 +398,38 @@ def test_candidates_and_their_prices(models):
 
 @each_family
 def test_trained_heads_and_their_prices(models, family):
-    """All parts of the table are different; a head's own weights cost what the blocks' do."""
-    m, by = models[family], weight_costs(models[family].c)
-    costs = Costs(tuple(2.0 * x for x in by.sublayers), by.head, ((1, 1.0), (17, 2.0)), 3.0,
-                  10, m.c.window)
-    whole, slots = costs.pricing(range(12))(50), 3.0 * 40
-    for head, E, once, own in ((Kangaroo(m, 2), 2, costs.sublayers[0], costs.sublayers[0]),
-                               (Eagle(m), 0, 0.0, sum(costs.sublayers[:2]))):      # with D
-        arm = head_draft(head, costs, [1, 2, 3])
-        trunk = costs.pricing(range(2 * E), 3 / 17)(50)
-        price, late = (trunk + 2 * head.count() + slots) / whole, own / costs.whole / 4
-        assert [arm.drafting(50, g) for g in (0, 1, 3)] == pytest.approx(
-            [0, once / costs.whole + price, once / costs.whole + 3 * price])
-        arm.drafter.follower = SimpleNamespace(unread=5, filled=[0])
-        assert arm.drafting(50, 0) == pytest.approx(late)
-        assert arm.drafting(50, 2) == pytest.approx(late + once / costs.whole + 2 * price)
+    """A head's own weights cost what the blocks' do, here twice what a weight of the head does."""
+    m, by = models[family], by_weights(models[family].c)
+    machine = Machine.of(6, 2 * by.attention, 2 * by.mlp, by.head, 0.0, by.slope,
+                         ((1, 1.0), (17, 2.0)))
+    weight = 2 / by.unit / machine.unit
+    block = machine.attention + machine.mlp
+    for head, E, own in ((Kangaroo(m, 2), 2, machine.attention), (Eagle(m), 0, block)):
+        arm = head_draft(head, machine, [1, 2, 3])
+        trunk = machine.draft(range(2 * E), 3 / 17)
+        assert arm.each == pytest.approx((trunk.start + weight * head.count(),
+                                          trunk.slope + machine.slope))
+        assert arm.once == (own if E else 0.0), "an adapter reads D as well"
+        arm.drafter.follower = SimpleNamespace(unread=5)
+        assert arm.catch_up() == pytest.approx(4 * own / 16)
+        assert arm.cost(50, 2) == pytest.approx(arm.once + 2 * arm.each.at(50))
     for head, steps in ((Medusa(m, 3), 3), (Prophet(m, 1), MOST)):
-        arm, own = head_draft(head, costs), 2 * head.count() / (steps if steps == 3 else 1)
-        assert arm.drafting(50, 2) == pytest.approx(2 * (costs.head + own) / whole)
-        assert (arm.longest, arm.drafting(50, 0)) == (steps, 0.0)
+        arm, own = head_draft(head, machine), weight * head.count() / (3 if steps == 3 else 1)
+        assert arm.cost(50, 2) == pytest.approx(2 * (machine.head + own))
+        assert (arm.longest, arm.catch_up()) == (steps, 0.0)
         assert arm.drafter.rule.acceptance.mean() == 0.5
     head = Medusa(m, 2)
     head.ranks = [0.75, 0.125]
-    arm = head_draft(head, costs, [1, 2, 3])
-    assert arm.drafting(50, 1) == pytest.approx((3 / 17 * costs.head + head.count()) / whole)
+    arm = head_draft(head, machine, [1, 2, 3])
+    assert arm.cost(50, 1) == pytest.approx(3 / 17 * machine.head + weight * head.count() / 2)
     assert arm.drafter.rule.acceptance == Beta(0.75 * PRIOR, 0.25 * PRIOR, 0.75)
+
+
+def test_a_small_model_reads_what_others_wrote(models):
+    machine = replace(EVEN, wide=((1, 1.0), (2, 2.0), (17, 17.0)))
+    arm = smaller(models["llama"], 0.2, machine)
+    arm.drafter.follower = SimpleNamespace(unread=9)
+    assert arm.catch_up() == pytest.approx(8 * 0.2)
 
 
 def test_what_makes_no_sense(models):

@@ -24,13 +24,14 @@ from drafter import ModelDraft
 from lab.save import save
 from layerskip import SelfDraft
 from machine import parallel
-from machine.quant import KINDS, byte_costs, quantise
+from machine.quant import KINDS, quantise
 from methods import heads
 from methods.standin import ShortHead
 from methods.trees import Siblings
 from model import Transformer
 from sampling import Coins, to_probs
 from speculative import generate
+from support.measure import by_bytes
 
 ROOT = Path(__file__).parent.parent
 SHAPES = {family: replace(c, n_layers=3, n_heads=8, n_kv_heads=4)
@@ -165,7 +166,7 @@ def test_each_process_reads_only_its_slices(folders, monkeypatch, family):
         times = 20 / 17 if name == "lm_head.weight" else times  # 20 rows, where 17 cannot be shared
         assert sum(sizes[i :: len(pieces)]) == round(piece.numel() * times), name
     assert (m.c.n_heads, m.c.n_kv_heads, m.c.hidden_dim, m.c.vocab_size) == (2, 1, 12, 17)
-    own, all_of_it = (sum(byte_costs(model).sublayers) for model in (m, whole))
+    own, all_of_it = (cost.unit * (1 - cost.head) for cost in map(by_bytes, (m, whole)))
     assert own == pytest.approx(all_of_it / 4, rel=0.1), "a share costs its own bytes"
 
 

@@ -12,17 +12,18 @@ import torch.nn.functional as F
 from tiny import FAMILIES, PROMPTS, TINY, TINY_GEMMA, each_family, make, oracle, small, warm
 
 import checkpoint
-from control import weight_costs
 from drafter import ModelDraft
 from kvcache import KVCache, prefill
 from lab.save import save
 from layerskip import SelfDraft, without
 from machine import quant, rows
-from machine.quant import KINDS, NF4, Int4, Int8, byte_costs, quantise
+from machine.quant import KINDS, NF4, Int4, Int8, quantise
+from methods.costs import by_weights
 from methods.standin import ShortHead
 from model import Placement
 from search import Teacher
 from speculative import generate, rounds
+from support.measure import by_bytes
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -192,12 +193,13 @@ def test_a_copy_shares_what_is_not_quantised_and_nothing_else(kind):
 def test_costs_by_bytes():
     """Without quantisation they only count weights."""
     m = make(replace(FAMILIES["llama"], n_layers=2, dim=256, hidden_dim=512))
-    c, weights = byte_costs(m), weight_costs(m.c)
-    assert c.step(range(4), 0.5) == pytest.approx(weights.step(range(4), 0.5))
+    c, weights = by_bytes(m), by_weights(m.c)
+    assert c.draft(range(4), 0.5) == pytest.approx(weights.draft(range(4), 0.5))
     for kind, bits in (("int8", 8), ("int4", 5), ("nf4", 4.13)):
-        own = byte_costs(quantise(m, kind))
-        assert own.head == c.head == 17 * 256 * 8
-        assert sum(own.sublayers) / sum(c.sublayers) == pytest.approx(bits / 64, rel=0.1)
+        own = by_bytes(quantise(m, kind))
+        assert own.head * own.unit == pytest.approx(c.head * c.unit) == 17 * 256 * 8
+        few, many = ((one.attention + one.mlp) * one.unit for one in (own, c))
+        assert few / many == pytest.approx(bits / 64, rel=0.1)
 
 
 # --- drafting

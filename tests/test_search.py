@@ -16,8 +16,9 @@ import torch
 from tiny import FAMILIES, LLAMA, argv_of, command, make, wide
 
 import checkpoint
-from control import expected_tokens_along, weight_costs
+from control import expected_tokens_along
 from lab.save import save
+from methods.costs import by_weights
 from methods.standin import ShortHead, read_vocab
 from sampling import to_probs
 from search import Calibration, Space, Teacher, Trial, speedup
@@ -47,7 +48,7 @@ def test_a_calibration_takes_the_first_tokens_document_by_document():
 def test_speedup_by_hand(family, probs, last):
     """A block of 17 tokens costs `last`. Gamma is at least 1 even where nothing is gained."""
     model = make(replace(FAMILIES[family], **SMALL))
-    costs = replace(weight_costs(model.c), passes=((1, 1.0), (17, last)))
+    costs = replace(by_weights(model.c), wide=((1, 1.0), (17, last)))
     sizes = [sum(p.numel() for p in part.parameters()) for b in model.blocks
              for part in (b.attn, b.mlp)]
     head, calibration = model.c.vocab_size * model.c.dim, calibrate(model, probs=probs)
@@ -130,7 +131,7 @@ def flags(tmp_path, monkeypatch):
         b.attn.wo.mul_(0.2)
     save(model, tmp_path / "model", expected.byte_tokenizer())
     Path("text.txt").write_text(BOUNDARY.join(TEXTS))
-    Path("costs.json").write_text('{"sublayers": [1, 2.5, 1, 2, 0, 2], "head": 1.5, "call": 2.0}')
+    Path("costs.json").write_text('{"attention": 0.5, "mlp": 2.0, "head": 1.5, "step": 1.0}')
     given = dict(model="model", text="text.txt", out="out", tokens=24, trials=6, device="cpu")
     return lambda **changes: argv_of(given | changes)
 
@@ -146,7 +147,7 @@ def test_a_run_finds_the_best_set_at_the_costs_of_a_file(call, flags):
     for e in entries:
         subs = [0, 1] + [sub for sub, bit in enumerate(e["bits"], 2) if bit == "0"]
         alpha = float(torch.cat([teacher.acceptance(subs, short) for teacher in teachers]).mean())
-        c = (sum((1, 2.5, 1, 2, 0, 2)[i] for i in subs) + 1.5 * 16 / 64 + 2) / 12
+        c = (sum((0.5, 2.0)[i % 2] for i in subs) + 1.5 * 16 / 64 + 1) / 10
         assert (e["alpha"], e["c"]) == pytest.approx((alpha, c))
         assert (e["speedup"] < max(e["speedup"] for e in entries)
                 or read_skip("out/skip.json", 3) == subs)
@@ -189,7 +190,7 @@ def test_a_search_that_was_killed_goes_on_where_it_was(call, flags):
 
 
 def test_another_model_text_or_space_is_another_search(flags):
-    model, other, a, costs = make(LLAMA), make(LLAMA), search.parse(flags()), weight_costs(LLAMA)
+    model, other, a, costs = make(LLAMA), make(LLAMA), search.parse(flags()), by_weights(LLAMA)
     other.blocks[5].mlp.down[-1, -1] += 1e-9
     heads = [search.header(a, m, expected.byte_tokenizer(), texts, costs, Space(6, free))["search"]
              for m in (model, other) for texts in (["ab"], ["a", "b"]) for free in ((1, 2), (1, 3))]

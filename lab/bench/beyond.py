@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import checkpoint
-from control import best_gamma, expected_speedup, weight_costs
+from control import best_gamma, expected_speedup
 from lab import corpus, train, train_heads
 from lab.aside import masks
 from lab.bench.shared import SETS, SHAPES, load, page, prompt_ids, read_prompts, table
@@ -23,6 +23,7 @@ from lab.train_heads import OWN
 from lab.transfer import Transfer, riders
 from machine.standin import bare
 from methods import heads
+from methods.costs import by_weights
 from model import Placement
 from search import Teacher
 from speculative import rounds
@@ -128,7 +129,7 @@ def prophets(text, device, new):
         said = train.evaluate(run.model, held_out, CONTEXT, SIZES.measured)
         found[name][f"loss, seed {seed}"] = said["loss"][-1]
     prompts = held_out[: 16 * (min(128, len(held_out)) // 16)].view(-1, 16).tolist()
-    c = heads.pricing(run.head)(0)
+    c = heads.drafting(run.head).start
     found["3 streams"] |= worth(run.model, prompts, run.head.drafter(2), min(new, CONTEXT - 16),
                                 lambda K: c * K)
     return found
@@ -150,16 +151,16 @@ def hamburgers(model, tokenizer, prompts, new):
     """{confidence: what was found} of one HAMburger. Alone it writes another text, by entries of
     several tokens; as a drafter it is exact. It imitates the model at a lower temperature, because
     at temperature 1 a small one is hardly ever sure."""
-    costs = weight_costs(model.c)
+    machine = by_weights(model.c)
     cold = cooled(model, COLD)
     burger = Hamburger(cold)
     text = own_text(cold, tokenizer, SIZES.text, SIZES.measured)
     tune(burger, cold, [text.batch(0, i, BATCH // 2, CONTEXT - 1).long().to(model.tok.device)
                         for i in range(SIZES.burger)])
-    small = sum(costs.sublayers[: 2 * burger.micro.c.n_layers]) + costs.head    # the decoder's
+    small = machine.draft(range(2 * burger.micro.c.n_layers)).start     # the decoder's
 
     def cost(K):
-        return (1 + small / costs.whole * (K - 1)) * (K > 0)
+        return (1 + small * (K - 1)) * (K > 0)
 
     found = {}
     for confidence in CONFIDENCES:
@@ -223,12 +224,12 @@ def paper():
     """{tokens before it: what a pass of a large model reads in half precision, and what a draft
     with all its weights gains at most}"""
     c = SHAPES[LARGE]
-    costs = weight_costs(c)
+    machine = by_weights(c)
     found = {}
     for n in (1024 * 2**k for k in range(8)):
-        cache = n * c.n_layers * costs.slot
-        cost = step_cost(costs, n, SINKS, WINDOW)
-        row = {"GB read": 2 * (costs.whole + cache) / 1e9, "of keys and values": 2 * cache / 1e9,
+        cache = n * c.n_layers * machine.slope * machine.unit
+        cost = step_cost(machine, n, SINKS, WINDOW)
+        row = {"GB read": 2 * (machine.unit + cache) / 1e9, "of keys and values": 2 * cache / 1e9,
                "c": cost}
         for alpha in (0.8, 0.9):
             gamma = best_gamma(alpha, cost)

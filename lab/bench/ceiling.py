@@ -162,13 +162,14 @@ def worth(a, model, tokenizer):
     """(lines of the two tables, their data)"""
     L = model.c.n_layers
     quick = fast(model) if a.fast else model
-    costs = kept_costs(quick)
+    machine, _ = kept_costs(quick)
+    block = partial(machine.verify, 0)
     twin = quantise(model, "int4", head="int4", rounds=True)
     trained = trained_beside(a.model, model)
     exits = {f"exit {e}": early_exit(L, e) for e in sorted({max(1, L * i // 8) for i in EXITS})}
-    prices = {"lookup": 0.0, **{e: costs.step(subs) for e, subs in exits.items()},
+    prices = {"lookup": 0.0, **{e: machine.draft(subs).start for e, subs in exits.items()},
               "itself in int4": measure_step(quick, alongside(quick, twin)),
-              **{head.kind: heads.pricing(head, costs)(costs.context) for head in trained}}
+              **{head.kind: heads.drafting(head, machine).start for head in trained}}
     drafts = {name: {"c": c} for name, c in prices.items()}
     most = {P: {"greedy": P + 1.0} for P in NODES}
     new = min(a.new, NEW)
@@ -179,14 +180,14 @@ def worth(a, model, tokenizer):
         for name, c in prices.items():
             series = [row[name] for row in rates]
             alpha = float(torch.cat(series).mean())
-            gamma, gain = best_along(series, c, pass_cost=costs.pass_cost)
-            limit = doctor.limit([alpha] * MOST, c, costs.pass_cost)
+            gamma, gain = best_along(series, c, pass_cost=block)
+            limit = doctor.limit([alpha] * MOST, c, block)
             drafts[name][how] = {"alpha": alpha, "gamma": gamma, "gain": gain, "limit": limit}
         if how != "greedy":
             for P, tokens in best_trees(spread(texts, PLACES), NODES, probs).items():
                 most[P][how] = tokens
     for P, tokens in most.items():
-        tokens["block"] = costs.pass_cost(P + 1)
+        tokens["block"] = block(P + 1)
         tokens |= {f"{how} gain": tokens[how] / tokens["block"] for how in PROBS}
     lines = [f"What drafts promise on its own answers ({new} tokens each), "
              f"in {'fast' if a.fast else 'eager'} passes. The limit is what would bring most if it "

@@ -15,8 +15,8 @@ from layerskip import SelfDraft, early_exit
 from machine.exact import Race, exactly, fast
 from machine.quant import quantise
 from machine.standin import alongside
+from methods.arms import COPY
 from methods.lookup import Suffix
-from methods.pace import COPY
 from sampling import Coins, to_probs
 from speculative import generate
 from support.auto import trained_beside
@@ -58,7 +58,7 @@ def ways_of(a, model, twin, prompts):
               "an exit": lambda: SelfDraft(model, early_exit(L, max(1, L // 4)), 6),
               "itself in int4": lambda: SelfDraft(rough, range(2 * L), 3)}
     for head in trained_beside(a.model, model):
-        drafts[head.kind] = partial(head.drafter, min(3, head.price.longest))
+        drafts[head.kind] = partial(head.drafter, min(3, head.longest))
     plain = partial(write, model, prompts, a.new)
     ways = {"nothing": plain}
     ways |= {f"drafted by {name}": partial(plain, draft=draft) for name, draft in drafts.items()}

@@ -1,21 +1,22 @@
 """How long passes take: plain decoding compared with transformers, products of few rows compared
 with the time to read their matrices, and the parts of a pass."""
+from dataclasses import asdict
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 import checkpoint
-from control import weight_costs
 from kvcache import new_cache
 from lab.bench.shared import figures, load, page, table
 from machine.exact import fast
 from machine.quant import KINDS, size
 from machine.rows import call, describe, library, multiplies
 from machine.standin import rehearse
+from methods.costs import by_weights
 from model import Placement, Refused
 from speculative import generate
-from support.measure import interleave, measure_costs
+from support.measure import by_clock, interleave
 
 TEXT = ("Once upon a time there was a little girl who lived in a house near the big forest with "
         "her mother. ")
@@ -163,26 +164,28 @@ def run_rows(a):
 # --- the parts of a pass
 
 
+PARTS = {"attention": "an attention", "mlp": "an MLP", "head": "the head", "step": "all else"}
+
+
 def run_costs(a):
     model, _ = load(a)
     if a.fast:
         model = fast(model)
-    costs = measure_costs(model, repeats=a.repeats or 100)
-    weights = weight_costs(model.c)
-    names = [f"{kind} {i}" for i in range(model.c.n_layers) for kind in ("attention", "MLP")]
-    parts = zip([*names, "head", "all else"],
-                *((*c.sublayers, c.head, c.call) for c in (costs, weights)), strict=True)
-    rows = [[name, f"{1e6 * seconds:.0f}", f"{seconds / costs.whole:.4f}",
-             f"{count / weights.whole:.4f}"]
-            for name, seconds, count in parts]
+    clock = by_clock(model, repeats=a.repeats or 100)
+    weights = by_weights(model.c)
+    rows = []
+    for part in ("attention", "mlp", "head", "step"):
+        took = getattr(clock, part)
+        count = getattr(weights, part)
+        rows.append([PARTS[part], f"{1e6 * clock.unit * took:.0f}", f"{took:.4f}", f"{count:.4f}"])
     how = "in fast passes, " * a.fast
-    lines = [f"one token after 64 others, {how}{a.model}, {a.dtype}; {a.machine}; medians", "",
+    lines = [f"one token of a short text, {how}{a.model}, {a.dtype}; {a.machine}; medians", "",
              *table(["part", "microseconds", "share", "share by weights"], rows),
-             *table(["tokens in a block", *(str(T) for T, _ in costs.passes)],
-                    [["relative to one token", *(f"{cost:.2f}" for _, cost in costs.passes)]]),
-             f"Every 1,000 tokens more before it add {1e9 * costs.slot:.0f} microseconds to an "
-             "attention."]
-    return page(lines), {**vars(costs), "unit": "seconds"}
+             *table(["tokens in a block", *(str(T) for T, _ in clock.wide)],
+                    [["relative to one token", *(f"{cost:.2f}" for _, cost in clock.wide)]]),
+             f"Every 1,000 tokens more before it add {1e9 * clock.unit * clock.slope:.0f} "
+             "microseconds to an attention."]
+    return page(lines), asdict(clock)
 
 
 def step(model, T, at, sublayers=None):

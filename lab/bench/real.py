@@ -31,15 +31,16 @@ from lab.bench.shared import Sample, kinds_of, load, page, prompts_of, tables
 from layerskip import SelfDraft
 from machine.exact import fast
 from machine.fused import fuse
-from machine.quant import ROWS, SHARE, Int4, byte_costs, quantise, quantise_head
+from machine.quant import ROWS, SHARE, Int4, quantise, quantise_head
 from machine.standin import rehearse, replays
 from methods import heads
+from methods.arms import COPY
 from methods.block import verify_block
-from methods.pace import COPY
 from model import Refused
 from sampling import Coins, to_probs
 from speculative import rounds
 from support.files import note
+from support.measure import by_bytes
 from support.stats import Timed
 
 WAYS = {    # what follows --draft in generate.py
@@ -242,10 +243,10 @@ def promised(model, plan, r):
     found = {"predicted": expected_speedup(r["tested"], how.gamma, r["c"], r["block"])}
     drafter = plan.make()
     if type(drafter) in (SelfDraft, ModelDraft):
-        costs = byte_costs(drafter.model)
+        machine = by_bytes(drafter.model)
         subs = drafter.sublayers or range(2 * drafter.model.c.n_layers)
-        read = costs.step(subs, drafter.model.share) * costs.whole
-        found["bytes"] = read / byte_costs(model).whole
+        read = machine.draft(subs, drafter.model.share).start * machine.unit
+        found["bytes"] = read / by_bytes(model).unit
     return found
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from control import weight_costs
 from lab.bench.shared import ROOT, WEIGHTS, load, page, read_prompts, table
+from methods.costs import by_weights
 from search import Calibration, Space, Trial, search, speedup
 
 LANDSCAPE = ROOT / "notebooks" / "landscape.npz"
@@ -44,12 +44,12 @@ def bits(number, n):
     return [number >> j & 1 for j in range(n)]
 
 
-def enumerate_sets(space, calibration, costs):
+def enumerate_sets(space, calibration, machine):
     """alpha, c, gamma and speed-up of every set, four arrays (2^n,). Set number k skips the bits
     of k."""
     rows = []
     for k in tqdm(range(1 << len(space.skippable)), desc="every set", disable=None):
-        t = speedup(calibration, costs, space.sublayers(bits(k, len(space.skippable))))
+        t = speedup(calibration, machine, space.sublayers(bits(k, len(space.skippable))))
         rows.append((t.alpha, t.cost, t.gamma, t.speedup))
     return dict(zip(("alpha", "c", "gamma", "speedup"), np.array(rows).T, strict=True))
 
@@ -95,12 +95,12 @@ def regrets(space, land):
     return {name: curves(name, method) for name, method in METHODS.items()}
 
 
-def landscape(a, space, calibration, costs):
+def landscape(a, space, calibration, machine):
     """What every set is worth, from the file, which only the shipped Llama has, or scored now."""
     shipped = Path(a.model).resolve() == WEIGHTS / "stories-llama"
     if shipped and LANDSCAPE.is_file():
         return dict(np.load(LANDSCAPE))
-    land = enumerate_sets(space, calibration, costs)
+    land = enumerate_sets(space, calibration, machine)
     if shipped:
         np.savez_compressed(LANDSCAPE, **land)
     return land
@@ -112,7 +112,7 @@ def run(a):
     space = bands(model.c.n_layers)
     documents = [line["text"] for line in read_prompts("stories")]
     calibration = Calibration(model, tokenizer, documents, 512)
-    land = landscape(a, space, calibration, weight_costs(model.c))
+    land = landscape(a, space, calibration, by_weights(model.c))
     optimum = float(land["speedup"].max())
     kept = space.sublayers(bits(int(land["speedup"].argmax()), len(space.skippable)))
     curves = regrets(space, land)

@@ -11,7 +11,7 @@ import checkpoint
 from lab.bench import __main__ as bench
 from lab.bench import real
 from lab.bench.shared import WEIGHTS, Sample
-from support.measure import read_costs
+from support.measure import read_machine
 
 DRAFT = WEIGHTS / "stories-draft"
 call = command(bench.main)
@@ -45,7 +45,8 @@ def test_the_search_takes_the_table_of_costs(call, tmp_path):
     assert call("costs", "--model", DRAFT, "--repeats", "1", "--out", out)[0] == 0
     c = checkpoint.read_config(DRAFT)
     found = json.loads(out.read_text())
-    assert list(read_costs(out, c).sublayers) == found["sublayers"]
+    machine = read_machine(out, c)
+    assert [machine.attention, machine.unit] == pytest.approx([found["attention"], found["unit"]])
 
 
 def test_a_word_that_no_way_to_draft_has_is_refused_before_any_is_timed(call, monkeypatch,

@@ -8,11 +8,11 @@ import torch
 from test_quant import dense
 from tiny import FAMILIES, PROMPTS, command, each_family, make, warm
 
-from control import weight_costs
 from lab.bench import __main__ as bench
 from lab.bench import ceiling
 from lab.bench.shared import WEIGHTS
 from machine.quant import quantise
+from methods.costs import by_weights
 from model import Transformer
 from sampling import to_probs
 from search import Teacher
@@ -66,7 +66,7 @@ def test_check_reads_a_model_in_few_passes(call, monkeypatch):
     passes = []
     run = Transformer.run
     monkeypatch.setattr(Transformer, "run", lambda *a, **how: passes.append(1) or run(*a, **how))
-    monkeypatch.setattr(ceiling, "kept_costs", lambda model: weight_costs(model.c))
+    monkeypatch.setattr(ceiling, "kept_costs", lambda model: (by_weights(model.c), {}))
     status, out, _ = call("check", "--model", WEIGHTS / "stories-draft")
     assert status == 0 and "| itself in int4 |" in out and "| any 16 tokens |" in out
     assert len(passes) < 320

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from test_heads import GROVE, Turns, both_ways, wild
 from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, make, read, state_of
 
-from control import Costs, best_gamma
+from control import best_gamma
 from drafter import wanted
 from kvcache import KVCache
 from lab import clasp, gguf, hamburger, sparse, transfer
@@ -26,6 +26,7 @@ from lab.swift import SWIFT
 from lab.then import Then
 from lab.transfer import Transfer
 from layerskip import SelfDraft
+from methods.costs import Machine
 from methods.counts import Beta
 from methods.heads import Prophet
 from methods.lookup import NGram
@@ -60,13 +61,13 @@ def wild_burger(model, **shape):
 
 def free(m):
     """Costs with which almost any draft gains."""
-    return Costs((1.0, 2.0) * m.c.n_layers, 0.0)
+    return Machine.of(m.c.n_layers, 1.0, 2.0, 0.0)
 
 
 DRAFTERS = {
     "swift": lambda m: SWIFT(m, skip_ratio=0.7, window=3, every=2, threshold=0.2, widths=(2,)),
     "clasp": lambda m: CLaSp(m, skips=5, every=1, threshold=0.1),
-    "knapspec": lambda m: KnapSpec(m, costs=free(m), every=3),
+    "knapspec": lambda m: KnapSpec(m, machine=free(m), every=3),
     "m2r2": lambda m: wild(M2R2(m, 3)).drafter(4),
     "m2r2, siblings": lambda m: Siblings(wild(M2R2(m, 5, 4)).drafter(3), [3, 1]),
     "transfer": lambda m: wild(Transfer(m, 0, 4)).drafter(Unsure(4)),
@@ -206,7 +207,7 @@ def test_times_by_brute_force():
 def test_knapspec_drafts_with_the_set_that_promises_most_and_not_at_all_where_none_gains(
         monkeypatch):
     m = make(LIVELY["llama"])
-    drafter, m.unembed = KnapSpec(m, costs=free(m)), lambda x: x
+    drafter, m.unembed = KnapSpec(m, machine=free(m)), lambda x: x
     assert drafter.times == [0, 0, 1, 2, 1, 2, 1, 2, 1, 2, 0, 0]
     ends = torch.eye(17)[:13, None].repeat(1, 4, 1)         # (J, N, V) one-hot "states"
     states = [None] * 12 + [torch.eye(17)[torch.tensor([0, 0, 1, 2])]]
@@ -216,7 +217,7 @@ def test_knapspec_drafts_with_the_set_that_promises_most_and_not_at_all_where_no
     assert drafter.rule.longest == 0 and drafter.sublayers == [
         *range(12)], "alpha 1/3 against c 17/18"
     ends[2] = states[-1]                    # the second one is always right: alpha 5/6, and c 4/6
-    drafter.costs = Costs((1.0, 1e-9) * 6, 0.0)
+    drafter.machine = Machine.of(6, 1.0, 1e-9, 0.0)
     drafter.choose(states, None)
     assert drafter.sublayers == [0, 1, 2, 3, 5, 7, 8, 9, 10, 11] and drafter.rule.longest > 0
 

@@ -6,8 +6,8 @@ import torch
 from test_search import SMALL, calibrate, everything, planted
 from tiny import FAMILIES, make
 
-from control import weight_costs
 from lab.bench import search as bench
+from methods.costs import by_weights
 from search import Space, speedup
 
 
@@ -35,7 +35,7 @@ def test_a_method_sees_as_many_sets_as_it_may(method, count):
 
 def test_methods_end_at_the_best_of_all_sets(monkeypatch):
     model, space = make(replace(FAMILIES["llama"], **SMALL)), Space(3, (1, 2, 4))
-    calibration, costs = calibrate(model), weight_costs(model.c)
+    calibration, costs = calibrate(model), by_weights(model.c)
     land = bench.enumerate_sets(space, calibration, costs)
     for k, z in enumerate(everything(3)):
         t = speedup(calibration, costs, space.sublayers(z[::-1]))

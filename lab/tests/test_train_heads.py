@@ -51,7 +51,7 @@ def test_a_head_learns(kind, folder, capsys):
     assert all(new < 0.7 * old for old, new in zip(before["loss"], after["loss"], strict=True))
     assert after["ranks"] == pytest.approx(head.ranks) and head.ranks[0] > 0.3
     prompt = checkpoint.encode(story_tokenizer(), "Lily saw", model.c.bos)
-    drafter = head.drafter(min(3, head.price.longest))
+    drafter = head.drafter(min(3, head.longest))
     plain, drafted = (generate(model, [prompt], 24, each) for each in (None, drafter))
     assert plain[0] == drafted[0] and drafted[1] < 0.8 * plain[1]
 

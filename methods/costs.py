@@ -1,0 +1,92 @@
+"""What a pass and a draft cost.
+
+The one thing to remember: there is one unit everywhere, a pass of the target over one token of a
+short text. A longer text makes target and drafts dearer by what their attentions read.
+
+A `Machine` is counted by the weights that a pass reads (`by_weights`), by their bytes
+(`by_bytes`), or measured by the clock (`by_clock`, both in support/measure.py).
+"""
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+WIDE = 17   # tokens of a wide pass
+
+
+class Line(NamedTuple):
+    """A cost in a text of n tokens, start + slope * n.
+
+    >>> Line(0.5, 0.25).at(2)
+    1.0
+    """
+    start: float
+    slope: float = 0.0
+
+    def at(self, n):
+        return self.start + self.slope * n
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the parts of a pass cost. Those of all blocks, the head and the step add up to 1.
+
+    >>> m = Machine.of(2, attention=2.0, mlp=3.0, head=6.0, slope=0.8)
+    >>> m.draft([0, 1]), m.verify(10, 3)
+    (Line(start=0.6875, slope=0.05), 2.0)
+    """
+    blocks: int
+    attention: float            # of one block
+    mlp: float                  # of one block
+    head: float                 # the output head
+    step: float = 0.0           # what is fixed: choosing a token, starting the work
+    slope: float = 0.0          # what an attention costs more for each token of the text
+    wide: tuple = ((1, 1.0),)   # (T, a pass over T tokens of each row relative to one), T rising
+    unit: float = 1.0           # what 1.0 is: so many weights, bytes or seconds
+
+    @classmethod
+    def of(cls, blocks, attention, mlp, head, step=0.0, slope=0.0, wide=((1, 1.0),)):
+        """A Machine from costs in any unit."""
+        unit = blocks * (attention + mlp) + head + step
+        parts = (part / unit for part in (attention, mlp, head, step, slope))
+        return cls(blocks, *parts, wide, unit)
+
+    def draft(self, sublayers, share=1.0, own=0.0, reads=False) -> Line:
+        """A drafted token that runs these sub-layers, a share of the output head and weights that
+        cost `own`. `reads` tells whether there is one more attention, which covers the text."""
+        attentions = sum(i % 2 == 0 for i in sublayers)
+        mlps = len(sublayers) - attentions
+        start = attentions * self.attention + mlps * self.mlp + share * self.head + self.step + own
+        return Line(start, (attentions + reads) * self.slope)
+
+    def verify(self, n, T=1) -> float:
+        """A pass of the target over T tokens of each row, in a text of n tokens."""
+        return (1 + self.blocks * self.slope * n) * between(self.wide, T)
+
+    def further(self) -> float:
+        """What one more token of a wide pass costs, relative to a pass over one."""
+        return (between(self.wide, WIDE) - 1) / (WIDE - 1)
+
+
+def between(table, T):
+    """A value between those of a table [(T, value), ...]. It is linear, also beyond the last one,
+    where it never falls.
+
+    >>> between(((1, 1.0), (2, 1.25), (4, 1.5)), 3), between(((1, 1.0), (3, 1.5), (5, 1.25)), 9)
+    (1.375, 1.25)
+    """
+    slope = 0.0
+    for (low, before), (high, after) in pairwise(table):
+        slope = (after - before) / (high - low)
+        if T <= high:
+            return before + slope * (T - low)
+    widest, value = table[-1]
+    return value + max(0.0, slope) * (T - widest)   # trap: measured costs can also fall
+
+
+def by_weights(c) -> Machine:
+    """The Machine of a Config, counted in the weights, keys and values that a pass over one token
+    reads, since reading them takes most of its time."""
+    attention = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
+    mlp = 3 * c.dim * c.hidden_dim
+    slope = 2 * c.n_kv_heads * c.head_dim       # a key and a value
+    return Machine.of(c.n_layers, attention, mlp, c.vocab_size * c.dim, slope=slope)
