@@ -56,20 +56,18 @@ class Watch:
             self.began = self.clock()
 
     def stop(self, thing, cost=1.0):
-        """This thing, an arm or "thinking", took the seconds since `start` or the last `stop`."""
+        """This thing, an arm, "thinking" or "pass", took the seconds since the last `stop`."""
         if self.clock:
             now = self.clock()
             self.taken.append((thing, max(0.0, now - self.began) / (cost * self.unit)))
             self.began = now
 
-    def verified(self, cost):
-        """The pass took the rest of the round."""
-        if self.clock:
-            self.stop("pass", cost)
-            self.passes.append(self.taken.pop()[1])
-            passes = max(middle(self.passes), 1e-9)
-            for thing, ratio in self.taken:
-                self.of(thing).append(ratio / passes)
+    def learn(self):
+        """Called after a round."""
+        self.passes += [ratio for thing, ratio in self.taken if thing == "pass"]
+        passes = max(middle(self.passes or [1.0]), 1e-9)
+        for thing, ratio in self.taken:
+            self.of(thing).append(ratio / passes)
 
     def of(self, thing):
         # the table's word counts as much as two measurements
@@ -221,7 +219,8 @@ class Pace(Wrapper):
         K = r.p.shape[1] - 1
         plain = choice.costs[0]
         if not state.n.is_cuda:
-            self.watch.verified(plain * self.wide[1 + K])
+            self.watch.stop("pass", plain * self.wide[1 + K])
+        self.watch.learn()
         cost = choice.costs[K] + choice.thinking + choice.reading * (K > 0)
         self.balance += (1 + RISK) * self.shortest.gain(r.new) * plain - cost
         choice.lasted += cost

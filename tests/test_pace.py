@@ -362,7 +362,7 @@ def test_offers_of_blocks_by_hand(models):
     """Two drafted tokens cost .05 + .2, the block of three 1.5 + 7.5 / 15; reading costs .2."""
     machine = replace(Machine.of(6, 1.0, 1.0, 2.0), wide=((1, 1.0), (2, 1.5), (17, 9.0)))
     drafter = ModelDraft(models["llama"], 2)
-    drafter.follower = SimpleNamespace(unread=3)
+    drafter.follower = SimpleNamespace(unread=3, filled=[3])
     arm = Arm("", drafter, Line(0.1), 0.05, 0.1)
     pace = Pace(models["llama"], [arm], machine)
     for balance, thinking, most, costs in (
