@@ -182,37 +182,34 @@ def quantised(twin, c, machine):
 
 def smaller(model, c, machine):
     """The Arm of a smaller model, whose step costs c, however long the text is."""
-    drafter = ModelDraft(model, Calibrated())
+    drafter = ModelDraft(model, Calibrated(prior=0.75, tests=PRIOR))
     return Arm("small model", drafter, Line(c), reading=c * machine.further())
 
 
 def candidates(model, machine, skip=None, vocab=None, heads=(), rough=None, small=None):
-    """The usual arms. Of the trained heads, only the most promising one is an arm. The quantised
-    copy `rough` and the smaller model `small` join it if there are any, each given as the model and
-    the cost of its step. Without all of these, the arms are exits after some parts of the blocks.
-    Without heads, the skip set `skip` (its sub-layers) is an arm if there is one. Exits, skip sets
-    and heads draft with the draft vocabulary `vocab` (its ids), if there is one and the shorter
-    head saves more than the fixed cost of a step."""
+    """The usual arms: the most promising of the trained heads; exits after some parts of the
+    blocks, if there is no other model to draft with; the skip set `skip` (its sub-layers), if there
+    are no heads; the quantised copy `rough` and the smaller model `small`, each given as the model
+    and the cost of its step. Exits, skip sets and heads draft with the draft vocabulary `vocab`,
+    its ids, if there is one and the shorter head saves more than the fixed cost of a step."""
     L = model.c.n_layers
     if vocab and machine.head * (1 - len(vocab) / model.c.vocab_size) < machine.step:
         vocab = None
-    models = []
-    if rough:
-        models.append(quantised(*rough, machine))
-    if small:
-        models.append(smaller(*small, machine))
+    arms = []
     if heads:
-        best = max((head_draft(head, machine, vocab) for head in heads),
-                   key=lambda arm: promised(arm, machine))
-        return [best, *models]
+        trained = [head_draft(head, machine, vocab) for head in heads]
+        arms.append(max(trained, key=lambda arm: promised(arm, machine)))
     short = ShortHead(model, vocab) if vocab else model
-    drafts = {}
-    if not models:      # an exit only pays on a model that was trained for it
+    if not rough and not small:     # an exit only pays on a model that was trained for it
         layers = sorted({max(1, round(L * part)) for part in EXITS} - {L})
-        drafts = {f"exit {e}": early_exit(L, e) for e in layers}
-    if skip:
-        drafts["skip set"] = skip
-    return [self_draft(name, short, subs, machine) for name, subs in drafts.items()] + models
+        arms += [self_draft(f"exit {e}", short, early_exit(L, e), machine) for e in layers]
+    if skip and not heads:
+        arms.append(self_draft("skip set", short, skip, machine))
+    if rough:
+        arms.append(quantised(*rough, machine))
+    if small:
+        arms.append(smaller(*small, machine))
+    return arms
 
 
 def promised(arm, machine):

@@ -230,13 +230,20 @@ class Pace(Wrapper):
         self.copies.learn(r.new)
 
     def summary(self):
-        """How often each arm drafted, and its present estimates, as one line."""
-        why = {}
+        """One line that says how often each arm drafted and why: how many of its tokens are
+        accepted, what each costs, and what its best draft therefore writes for what a pass takes,
+        where plain decoding writes 1."""
+        said = []
         for arm in self.arms:
-            alpha = f"{arm.drafter.rule.acceptance.mean():.0%} accepted"
-            why[arm.name] = f" ({alpha}, each token costs {arm.each.start:.0%} of a pass)"
-        often = self.chosen.most_common()
-        return ", ".join(f"{name} in {count} rounds{why.get(name, '')}" for name, count in often)
+            alpha = arm.drafter.rule.acceptance.mean()
+            ratio = self.watch.ratio(arm)
+            costs = [ratio * arm.cost(0, g) * (g > 0) + self.wide[1 + g]
+                     for g in range(1 + min(arm.longest, self.most))]
+            speed, _ = promise(costs, alpha)
+            said.append(f"{arm.name} {self.chosen[arm.name]} ({alpha:.0%} accepted, "
+                        f"cost {ratio * arm.each.start:.2f}, promise {speed:.2f})")
+        said += [f"{arm.name} {self.chosen[arm.name]}" for arm in (self.copies, self.nothing)]
+        return "rounds: " + ", ".join(said)
 
 
 def promise(costs, alpha):

@@ -152,8 +152,12 @@ def test_it_costs_no_more_than_it_may(price, slope, B, seed):
 class Hours:
     """A clock that only the code below moves."""
 
-    def __init__(self):
+    def __init__(self, speed=1.0):
         self.now = 0.0
+        self.speed = speed      # seconds for one
+
+    def add(self, seconds):
+        self.now += self.speed * seconds
 
     def __call__(self):
         return self.now
@@ -167,7 +171,7 @@ class Dear(StandIn):
         self.clock = clock
 
     def run(self, x, at, cache=None, *rest):
-        self.clock.now += 1.0
+        self.clock.add(1.0)
         return self.model.run(x, at, cache, *rest)
 
 
@@ -183,7 +187,7 @@ class Late(ModelDraft):
     def propose(self, state):
         draft = super().propose(state)
         self.rounds.append(draft.tokens.shape[1])
-        self.clock.now += self.each * self.rounds[-1]
+        self.clock.add(self.each * self.rounds[-1])
         return draft
 
 
@@ -206,6 +210,19 @@ def test_by_the_clock_a_wrong_price_is_soon_right(told, true, right):
         assert clock.now - start <= STAKE + (1 + RISK) * written + lessons + 1e-9
     if right:
         assert clock.now - start < (0.75 if true < 0.5 else 1.03) * written
+
+
+def test_a_slower_machine_changes_nothing():
+    """Where passes and drafts take three times what the table says, each round is the same."""
+    rounds_of = []
+    for speed in (1, 3):
+        clock = Hours(speed)
+        late = Late(TARGET, clock, 0.3)
+        pace = Pace(TARGET, [Arm("late", late, Line(0.3))], EVEN, clock=clock)
+        pace.copies.drafter.best = lambda *_: (0.0, 0, [])
+        generate(Dear(TARGET, clock), PROMPTS[:1], 100, pace)
+        rounds_of.append(late.rounds)
+    assert rounds_of[0] == rounds_of[1]
 
 
 @pytest.mark.parametrize("price, alpha, most, drafted", [
@@ -296,8 +313,12 @@ def test_it_changes_to_what_is_better_and_remembers():
     assert pace.chosen["right"] > 5 * pace.chosen["wrong"] > 0
     before, known = dict(pace.chosen), [arm.drafter.rule.acceptance.mean() for arm in arms]
     assert known[0] < 0.9 < known[1]
-    assert pace.summary().startswith(f"right in {before['right']} rounds "
-                                     f"({known[1]:.0%} accepted, each token costs 20% of a pass)")
+    costs = [1 + 0.2 * g for g in range(17)]
+    tokens = [promise(costs, alpha)[0] for alpha in known]
+    assert pace.summary() == (
+        f"rounds: wrong {before['wrong']} ({known[0]:.0%} accepted, cost 0.20, promise "
+        f"{tokens[0]:.2f}), right {before['right']} ({known[1]:.0%} accepted, cost 0.20, promise "
+        f"{tokens[1]:.2f}), suffix 0, nothing {before['nothing']}")
     generate(TARGET, PROMPTS[1:2], 20, pace)
     assert pace.chosen["wrong"] - before["wrong"] <= 1
 
@@ -393,7 +414,8 @@ def test_candidates_and_their_prices(models):
     for best in heads:      # the best by their training
         for head in heads:
             head.ranks = [0.9 if head is best else 0.2]
-        assert [arm.name for arm in candidates(m, CHEAP, SKIP, None, heads)] == [best.kind]
+        names = [arm.name for arm in candidates(m, CHEAP, SKIP, None, heads)]
+        assert names == [best.kind, "exit 1", "exit 2"]
 
 
 @each_family

@@ -15,7 +15,7 @@ import torch
 import checkpoint
 from lab.bench.shared import Sample
 from lab.gguf import smollm
-from methods.pace import COPY
+from methods.arms import COPY
 from model import Refused
 
 REACH = 2048    # tokens of the longest text

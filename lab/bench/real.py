@@ -60,9 +60,13 @@ SMALL = {
 THEIRS = {"transformers, plain": {},
           "transformers, prompt lookup": {"prompt_lookup_num_tokens": COPY},
           "transformers, assistant_early_exit": {}}
+SETTINGS = {    # of to_probs
+    "T 0": {}, "T 0.8": {"temperature": 0.8},
+    "T 0.7, top-p 0.8, top-k 20": {"temperature": 0.7, "top_p": 0.8, "top_k": 20}}
 VARY = "ngram", "suffix", "auto"    # kinds whose drafts are not of one length
 SHORT = 8                           # tokens that a way writes to warm up
 COLUMNS = {"tokens/s": "{tokens_per_second:.1f}", "ratio to plain": "{ratio:.2f}",
+           "lowest": "{lowest:.2f}", "of the best fixed draft": "{share:.2f}",
            "by the formula": "{predicted:.2f}", "tau": "{tau:.2f}", "alpha": "{tested:.2f}",
            "alpha by place": "{places}", "bytes": "{bytes:.2f}", "c": "{c:.3f}",
            "block": "{block:.2f}"}
@@ -113,9 +117,13 @@ def named(names, words):
             if not words or name == "plain" or any(word in name for word in words)]
 
 
-def options_of(a, line):
-    """The options of generate.py with this line after its --draft."""
-    return generate.parse(["", "--model", str(a.model), "--draft", *shlex.split(line)])
+def options_of(a, line, settings):
+    """The options of generate.py with this line after its --draft, and these settings."""
+    fast = ["--fast"] if a.fast else []
+    sampling = [part for name, value in settings.items()
+                for part in (f"--{name.replace('_', '-')}", str(value))]
+    return generate.parse(
+        ["", "--model", str(a.model), *fast, *sampling, "--draft", *shlex.split(line)])
 
 
 def write(model, drafter, probs, ids, seed, new):
@@ -211,7 +219,7 @@ def row(runs, plain):
     samples = sum(runs, [])
     ratios = [rate(some) / rate(others) for some, others in zip(runs, plain, strict=True)]
     r = {"tokens_per_second": rate(samples), "ratio": statistics.geometric_mean(ratios),
-         "ratios": ratios, "texts": [some[0].ids for some in runs]}
+         "lowest": min(ratios), "ratios": ratios, "texts": [some[0].ids for some in runs]}
     turns = [turn for s in samples for turn in s.rounds]
     if turns:
         r["tau"] = sum(len(s.ids) for s in samples) / len(turns)
@@ -223,6 +231,14 @@ def row(runs, plain):
         r["places"] = " / ".join(f"{k / n:.2f}" for k, n in zip(kept, tested, strict=True) if n)
         r["c"], r["block"] = prices(samples, sum(plain, []))
     return r
+
+
+def shared(rows, options):
+    """Adds to each row of `auto` its share of what the best fixed draft reaches."""
+    fixed = [rows[name]["ratio"] for name, how in options.items() if how.source != "auto"]
+    for name, how in options.items():
+        if how.source == "auto":
+            rows[name]["share"] = rows[name]["ratio"] / max(fixed)
 
 
 def prices(samples, plain):
@@ -263,7 +279,8 @@ def opened(a, dtype):
 def run(a):
     lines = lines_of(a)
     names = named([*lines, *((*THEIRS, *llamacpp.NAMES) if a.only else ())], a.only)
-    options = {name: options_of(a, line) for name, line in lines.items() if name in names}
+    lines = {name: line for name, line in lines.items() if name in names}
+    options = {name: options_of(a, line, {}) for name, line in lines.items()}
     others = {}
     if set(names) & set(llamacpp.NAMES):
         others |= llamacpp.ways(a, names)
@@ -281,12 +298,19 @@ def run(a):
             next(iter(prompts.values()))[:1], SHORT, 1)         # a warm-up
     began = time.perf_counter()
     results = {}
-    for T, kind in product((0.0, 0.8), prompts):
-        title = f"{Path(kind).stem}, T {T:g}"
-        probs = partial(to_probs, temperature=T)
-        rows = table_of(a, model, found, {} if T else others, prompts[kind], probs, title)
-        if bits and not T:
+    for how, kind in product(SETTINGS, prompts):
+        title = f"{Path(kind).stem}, {how}"
+        settings = SETTINGS[how]
+        if settings and kind == next(iter(prompts)):    # auto measures at the run's settings
+            for name in [name for name, some in options.items() if some.source == "auto"]:
+                del found[name]     # its copy of the model first
+                found[name] = generate.plan_of(
+                    options_of(a, lines[name], settings), model, tokenizer)
+        probs = partial(to_probs, **settings)
+        rows = table_of(a, model, found, {} if settings else others, prompts[kind], probs, title)
+        if bits and not settings:
             check_texts({name: rows[name]["texts"] for name in found}, f"on {kind}")
+        shared(rows, options)
         for name, r in rows.items():
             del r["texts"]
             if name in found:

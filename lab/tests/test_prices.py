@@ -12,9 +12,10 @@ from drafter import ModelDraft
 from lab.m2r2 import M2R2
 from lab.transfer import Transfer
 from layerskip import SelfDraft
+from methods.arms import candidates
 from methods.costs import by_weights
 from methods.heads import ExitBlock, Kangaroo, Medusa, Prophet
-from methods.pace import STAKE, Pace, candidates
+from methods.pace import STAKE, Pace
 from methods.standin import ShortHead
 from speculative import generate, rounds
 
