@@ -19,7 +19,7 @@ MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llam
 SHIPPED = MODEL.name == "stories-llama"         # the text's figures are checked for this model
 
 # %%
-from control import weight_costs
+from methods.costs import by_weights
 from speculative import generate, rounds
 from support.texts import read_prompts
 
@@ -27,7 +27,7 @@ torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 c = model.c
 L = model.c.n_layers
-costs = weight_costs(model.c)
+machine = by_weights(model.c)
 prompt = checkpoint.encode(tokenizer, read_prompts("stories")[1]["text"], c.bos)[:24]
 print(f"{L} blocks; the prompt has {len(prompt)} tokens")
 
@@ -40,12 +40,14 @@ print(f"{L} blocks; the prompt has {len(prompt)} tokens")
 #
 # $$\frac{1 + \alpha + \dots + \alpha^\gamma}{\gamma c + 1}$$
 #
-# c comes from a table of costs. Alpha of suffix decoding comes from the text, which shows what its
-# copies would have been worth, whichever way was chosen. Alpha of everything else comes from its
-# own drafts, so for a drafter that is seldom used it is uncertain. Pace takes it to be one standard
-# deviation above its mean, so it tries what it knows little about, and its old counts fade, so it
-# tries again what failed long ago. If nothing is at least 5 % faster than plain decoding, Pace
-# drafts nothing.
+# Everything is told in one unit, a pass of the model over one token of a short text. c comes from a
+# `Machine`, which here counts the weights that are read; `generate.py --fast` measures it by the
+# clock, and corrects it after every round. Alpha of suffix decoding comes from the text, which
+# shows what its copies would have been worth, whichever way was chosen. Alpha of everything else
+# comes from its own drafts, so for a drafter that is seldom used it is uncertain. Pace takes it to
+# be one standard deviation above its mean, so it tries what it knows little about, and its old
+# counts fade, so it tries again what failed long ago. If nothing is at least 5 % faster than plain
+# decoding, Pace drafts nothing.
 #
 # We give it a stream of prompts whose kind changes: two stories, two dialogues, two maths problems,
 # two pieces of code, and then all four kinds again.
@@ -56,14 +58,14 @@ print(f"{L} blocks; the prompt has {len(prompt)} tokens")
 from collections import Counter
 
 from methods.arms import candidates
-from methods.pace import MARGIN, Pace
+from methods.pace import MARGIN, RISK, STAKE, Pace
 
 assert MARGIN == 0.05
 stream = [(kind, checkpoint.encode(tokenizer, line["prompt"], c.bos)) for first in (0, 4)
           for kind in ("stories", "dialogues", "maths", "code")
           for line in read_prompts(kind)[first : first + 2]]
 kinds = [kind for kind, _ in stream]
-pace = Pace(model, candidates(model, costs), costs)
+pace = Pace(model, candidates(model, machine), machine)
 chosen = []
 tau = []
 for _, ids in stream:
@@ -102,9 +104,38 @@ figure
 # number is fixed by then. Pace keeps a balance. It starts at two passes, the *stake*. Each written
 # token adds one pass, which is what it would have cost without drafting, and half a percent more.
 # Each round subtracts what it costs. A round begins only if the balance covers what it would lose
-# with nothing accepted, so the balance never falls below zero. That *is* the guarantee: by its
-# table of costs, Pace is never slower than plain decoding by more than half a percent and two
-# passes. By the clock, it holds as far as the table is right.
+# with nothing accepted, so the balance never falls below zero. That *is* the guarantee, in one
+# line: *cost <= stake + 1.005 times what plain decoding of the same tokens costs*. By the clock, it
+# holds as far as the costs are right, and two rounds with a draft are enough to correct its cost.
+#
+# Here is one round, worked through. A draft costs 0.2 passes per token, seven of ten of its tokens
+# are accepted, and a block costs what one token costs.
+
+# %%
+from methods.arms import Arm
+from methods.costs import Line
+from methods.pace import promise
+
+arm = Arm("an example", None, Line(0.2))
+alpha = 0.7
+balance = STAKE
+offers = [1.0] + [machine.verify(0, 1 + g) + arm.cost(0, g) for g in range(1, 17)]
+for g in (1, 2, 3, 4):
+    tokens = sum(alpha**i for i in range(1 + g))
+    print(f"{g} drafted: {tokens:.2f} tokens for {offers[g]:.1f} passes, "
+          f"{tokens / offers[g]:.2f} per pass")
+speed, g = promise(offers, alpha)
+assert g == 3 and round(speed, 2) == 1.58
+print(f"so it drafts {g}, which promises {speed:.2f}; the most that the balance covers is "
+      f"{max(k for k, cost in enumerate(offers) if cost - 1 <= balance)}")
+for accepted in (0, 3):
+    after = balance + (1 + RISK) * (1 + accepted) - offers[g]
+    print(f"{accepted} accepted: the balance is then {balance:.3f} + {1 + RISK} x {1 + accepted} "
+          f"- {offers[g]:.1f} = {after:.3f}")
+
+# %% [markdown]
+# With nothing accepted the round has lost 0.6 passes, less the half percent. With all three accepted
+# it has won 2.4: four tokens for 1.6 passes.
 #
 # To test it, we give Pace a useless draft: the second half of the model alone. We compare it with a
 # fixed rule that drafts two tokens with it in every round.
@@ -114,17 +145,16 @@ figure
 # %%
 from layerskip import SelfDraft
 from methods.arms import self_draft
-from methods.pace import RISK, STAKE
 
 useless = list(range(L, 2 * L))                                 # the second half of the model
-careful = Pace(model, [self_draft("useless", model, useless, costs)], costs)
+careful = Pace(model, [self_draft("useless", model, useless, machine)], machine)
 balances = [STAKE]
 tokens = [0]
 for state, _ in rounds(model, [prompt], 120, careful):
     balances.append(careful.balance)
     tokens.append(len(state.known[0]) - len(prompt))
 fixed = [(0, 0.0)]
-cost = costs.step(useless)
+cost = machine.draft(useless).start
 for state, r in rounds(model, [prompt], 120, SelfDraft(model, useless, 2)):
     fixed.append((len(state.known[0]) - len(prompt), fixed[-1][1] + len(r.new[0]) - 1 - 2 * cost))
 tries = careful.chosen["useless"]
@@ -189,12 +219,12 @@ print("the same 60 tokens")
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 good = list(range(L))
-free = Pace(model, [self_draft("first half", model, good, costs)], costs)
+free = Pace(model, [self_draft("first half", model, good, machine)], machine)
 spent = 0.0
 for _ in rounds(model, [prompt], 120, free):
     pass
 for _ in rounds(model, [prompt], 120, SelfDraft(model, good, 2)):
-    spent += 1 + 2 * costs.step(good)
+    spent += 1 + 2 * machine.draft(good).start
 saved = free.balance - STAKE - RISK * 120, 120 - spent
 assert not SHIPPED or saved[0] > saved[1] > 0
 print("of 120 passes, Pace saves {:.0f}, the fixed rule {:.0f};".format(*saved), free.chosen)
