@@ -13,12 +13,12 @@ from methods.lookup import DEPTH, Suffix
 from methods.standin import ShortHead
 from sampling import raw_probs
 
-FADE = 0.95     # the share of the counts that remains after each round
+FADE = 0.97     # the share of the counts that remains after each round
 BIN_FADE = 0.98     # the same for a bin of confidence, after each token in it
 UNKNOWN = 11    # the bin of a confidence that was not asked for
 EXITS = 1 / 12, 1 / 6, 1 / 4, 1 / 3     # shares of the blocks after which it is good to leave
 COPY = 7    # tokens that may be copied, because with the last one they fill a recorded block of 8
-PRIOR = 4       # tests that the training of a head, or an earlier text, counts for
+PRIOR = 4       # tests that what is known of a draft beforehand counts for
 
 
 class Calibrated(Rule):
@@ -37,7 +37,10 @@ class Calibrated(Rule):
         self.tenths = []    # [token][row]: the tenth of its confidence, which is its bin
         self.reach = []     # by row, the chance that all tokens so far, and the next, are right
         self.acceptance = Beta(tests * prior, tests * (1 - prior), prior)
-        self.bins = [Beta(prior=min(i + 0.5, 9.5) / 10) for i in range(1 + UNKNOWN)]
+        # a confidence is what it says, unless the draft is right more often than that by its prior
+        doubt = min(1.0, 4 * (1 - prior))
+        sure = [min(i + 0.5, 9.5) / 10 for i in range(1 + UNKNOWN)]
+        self.bins = [Beta(prior=1 - doubt * (1 - chance)) for chance in sure]
 
     @property
     def stop(self):

@@ -15,13 +15,14 @@ from itertools import pairwise
 from control import MOST
 from drafter import Drafter
 from layerskip import same_model
-from methods.arms import PRIOR, Arm, Copies, candidates
+from methods.arms import Arm, Copies, candidates
 from methods.costs import Line, between, by_weights
 from methods.wrapper import Wrapper
 
 STAKE = 2.0     # passes that may be lost before anything is won
 RISK = 0.005    # what exploring may cost, as a share of plain decoding
 MARGIN = 0.05   # an arm must promise this much more than plain decoding
+EARLIER = 8     # tests that all earlier texts count for
 OVERHEAD = 0.01     # the largest share of a round's time that choosing, or a stop rule, may take
 
 
@@ -132,7 +133,7 @@ class Pace(Wrapper):
         self.shortest = Shortest(len(state.known))
         self.choice.holds = 0.0
         for rate in (arm.drafter.rule.acceptance for arm in self.arms):
-            rate.fade(PRIOR / max(PRIOR, rate.hits + rate.misses))      # another text
+            rate.fade(EARLIER / max(EARLIER, rate.hits + rate.misses))
 
     def propose(self, state):
         self.watch.start()

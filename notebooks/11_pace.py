@@ -134,8 +134,8 @@ for accepted in (0, 3):
           f"- {offers[g]:.1f} = {after:.3f}")
 
 # %% [markdown]
-# With nothing accepted the round has lost 0.6 passes, less the half percent. With all three accepted
-# it has won 2.4: four tokens for 1.6 passes.
+# With nothing accepted the round has lost 0.6 passes, less the half percent. With all three
+# accepted it has won 2.4: four tokens for 1.6 passes.
 #
 # To test it, we give Pace a useless draft: the second half of the model alone. We compare it with a
 # fixed rule that drafts two tokens with it in every round.
