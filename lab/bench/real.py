@@ -117,13 +117,15 @@ def named(names, words):
             if not words or name == "plain" or any(word in name for word in words)]
 
 
-def options_of(a, line, settings):
-    """The options of generate.py with this line after its --draft, and these settings."""
-    fast = ["--fast"] if a.fast else []
-    sampling = [part for name, value in settings.items()
-                for part in (f"--{name.replace('_', '-')}", str(value))]
-    return generate.parse(
-        ["", "--model", str(a.model), *fast, *sampling, "--draft", *shlex.split(line)])
+def options_of(a, line):
+    """The options of generate.py with this line after its --draft."""
+    return generate.parse(["", "--model", str(a.model), "--draft", *shlex.split(line)])
+
+
+def with_settings(a, line, settings):
+    """The line with the flags that decide what `auto` measures."""
+    flags = [f" --{name.replace('_', '-')} {value}" for name, value in settings.items()]
+    return line + " --fast" * a.fast + "".join(flags)
 
 
 def write(model, drafter, probs, ids, seed, new):
@@ -280,7 +282,7 @@ def run(a):
     lines = lines_of(a)
     names = named([*lines, *((*THEIRS, *llamacpp.NAMES) if a.only else ())], a.only)
     lines = {name: line for name, line in lines.items() if name in names}
-    options = {name: options_of(a, line, {}) for name, line in lines.items()}
+    options = {name: options_of(a, with_settings(a, line, {})) for name, line in lines.items()}
     others = {}
     if set(names) & set(llamacpp.NAMES):
         others |= llamacpp.ways(a, names)
@@ -305,7 +307,7 @@ def run(a):
             for name in [name for name, some in options.items() if some.source == "auto"]:
                 del found[name]     # its copy of the model first
                 found[name] = generate.plan_of(
-                    options_of(a, lines[name], settings), model, tokenizer)
+                    options_of(a, with_settings(a, lines[name], settings)), model, tokenizer)
         probs = partial(to_probs, **settings)
         rows = table_of(a, model, found, {} if settings else others, prompts[kind], probs, title)
         if bits and not settings:
