@@ -4,7 +4,6 @@ from functools import partial
 import torch
 
 from kvcache import new_cache
-from machine.exact import exactly
 from model import Placement
 from sampling import Coins, to_probs
 from speculative import rounds
@@ -19,7 +18,7 @@ SETTINGS = {
 
 @torch.inference_mode()
 def around(model, repeats=30, first=64):
-    """{setting: (milliseconds around the pass, share of a plain token)}, of rounds and passes in
+    """{setting: (seconds around the pass, their share of a plain token)}, of rounds and passes in
     turn."""
     ids = [i % model.c.vocab_size for i in range(first)]
     cache = new_cache(model, 1, first + repeats + 8)
@@ -39,5 +38,5 @@ def around(model, repeats=30, first=64):
     found = {}
     for name in SETTINGS:
         more = max(0.0, times[name] - times["pass"])
-        found[name] = 1e3 * more, more / times[name]
+        found[name] = more, more / times[name]
     return found
