@@ -313,20 +313,15 @@ def draft_copy(model, kind, ids):
         x = whole.run(whole.embed(tokens), at)
         same = twin.unembed(x).argmax(-1) == whole.unembed(x).argmax(-1)
         if same.float().mean() < SURE:
-            quantise_head(twin, whole)
-            twin.head.rounds = True
+            twin = quantise(model, kind, "int8", rounds=True)
     return twin
 
 
-def quantise_head(model, source=None):
-    """Replace the output head of a model by one in int8, of the `source` or of its own, in place.
-    An embedding stays as it is. In int4 a head may move the distributions further than all other
-    matrices together (lab/BENCHMARKS.md)."""
-    source = source or model
-    w = source.tok if source.head is None else source.head
-    if isinstance(w, Matrix):
-        w = w.full(source.tok.dtype)
-    put(model, "head", Int8(w))
+def quantise_head(model):
+    """Replace the output head of a model by one in int8, in place. An embedding stays as it is. In
+    int4 a head may move the distributions further than all other matrices together
+    (lab/BENCHMARKS.md)."""
+    put(model, "head", Int8(model.tok if model.head is None else model.head))
 
 
 def size(module):

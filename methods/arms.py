@@ -13,7 +13,7 @@ from methods.lookup import DEPTH, Suffix
 from methods.standin import ShortHead
 from sampling import raw_probs
 
-FADE = 0.97     # the share of the counts that remains after each round
+FADE = 0.95     # the share of the counts that remains after each round
 BIN_FADE = 0.98     # the same for a bin of confidence, after each token in it
 UNKNOWN = 11    # the bin of a confidence that was not asked for
 EXITS = 1 / 12, 1 / 6, 1 / 4, 1 / 3     # shares of the blocks after which it is good to leave

@@ -231,11 +231,13 @@ class Pace(Wrapper):
         self.copies.learn(r.new)
 
     def summary(self):
-        """One line that says how often each arm drafted and why: how many of its tokens are
-        accepted, what each costs, and what its best draft therefore writes for what a pass takes,
-        where plain decoding writes 1."""
+        """One line that says how often each arm drafted, if it did, and why: how many of its tokens
+        are accepted, what each costs, and what its best draft therefore writes for what a pass
+        takes, where plain decoding writes 1."""
         said = []
         for arm in self.arms:
+            if not self.chosen[arm.name]:
+                continue
             alpha = arm.drafter.rule.acceptance.mean()
             ratio = self.watch.ratio(arm)
             costs = [ratio * arm.cost(0, g) * (g > 0) + self.wide[1 + g]
@@ -243,7 +245,9 @@ class Pace(Wrapper):
             speed, _ = promise(costs, alpha)
             said.append(f"{arm.name} {self.chosen[arm.name]} ({alpha:.0%} accepted, "
                         f"cost {ratio * arm.each.start:.2f}, promise {speed:.2f})")
-        said += [f"{arm.name} {self.chosen[arm.name]}" for arm in (self.copies, self.nothing)]
+        for arm in (self.copies, self.nothing):
+            if self.chosen[arm.name]:
+                said.append(f"{arm.name} {self.chosen[arm.name]}")
         return "rounds: " + ", ".join(said)
 
 

@@ -318,7 +318,7 @@ def test_it_changes_to_what_is_better_and_remembers():
     assert pace.summary() == (
         f"rounds: wrong {before['wrong']} ({known[0]:.0%} accepted, cost 0.20, promise "
         f"{tokens[0]:.2f}), right {before['right']} ({known[1]:.0%} accepted, cost 0.20, promise "
-        f"{tokens[1]:.2f}), suffix 0, nothing {before['nothing']}")
+        f"{tokens[1]:.2f}), nothing {before['nothing']}")
     generate(TARGET, PROMPTS[1:2], 20, pace)
     assert pace.chosen["wrong"] - before["wrong"] <= 1
 
