@@ -263,13 +263,13 @@ for name, (subs, probs) in cases.items():
     print(f"{name:18} {sum(drafted):3} tokens drafted in {len(drafted):3} rounds, "
           f"{sum(accepted):3} accepted")
 tries = sum(drafted), max(drafted)
-assert not shipped or tries == (3, 1), "the useless draft: three tries of one token"
+assert not shipped or tries == (2, 1), "the useless draft: two tries of one token"
 plots.draw_traces(traces)
 
 # %% [markdown]
 # The cheap exit stays well above its c, and the rule changes only how far it drafts. The expensive
 # exit crosses its c in both directions: after a few bad rounds the rule stops, much later one try
-# succeeds, and from then on it drafts again. The useless draft gets three tries of one token in 120
+# succeeds, and from then on it drafts again. The useless draft gets two tries of one token in 120
 # rounds. (Each picture on the left has a scale of its own.)
 #
 # **Try it:** change `seed=3` in the cell above. Will the expensive exit be stopped every time?
