@@ -211,7 +211,7 @@ def read_machine(path, c):
     raw = read_json(Path(path))
     with guarded(f"{path}: not a table of costs for this model, as lab.bench costs --out writes "
                  "it"):
-        for key in ("arms", "flags", "machine", "torch", "date"):  # which others add
+        for key in ("arms", "around", "flags", "machine", "torch", "date"):  # of others
             raw.pop(key, None)
         unit = raw.pop("unit", 1.0)
         wide = tuple(map(tuple, raw.pop("wide", ((1, 1.0),))))
