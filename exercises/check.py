@@ -39,6 +39,15 @@ import torch
 
 FIRST = {}
 
+def kept(x):    # the grader calls again with the same memory
+    if isinstance(x, torch.Tensor):
+        return x.clone()
+    if isinstance(x, dict):
+        return dict(x)
+    if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
+        return type(x)(map(kept, x))
+    return x
+
 def spoil(x):
     if isinstance(x, torch.Tensor):
         x.logical_not_() if x.dtype == torch.bool else x.add_(1)
@@ -65,10 +74,15 @@ def traps(task):
         node = find(ast.parse(splice.source(task.module)), name)
         arguments = [arg.arg for arg in node.args.args]
         kinds = dict(KINDS) if arguments else {}
+        if name == "ring_counterexample":   # a search may be random: its text names no coins
+            del kinds["random"]
+        if name == "keep":      # it returns nothing
+            del kinds["constant"]
         for i, argument in enumerate(arguments):
             if argument not in OBJECTS and (name, argument) != ("ring_counterexample", "gamma"):
                 kinds[f"`{argument}` ignored"] = (
-                    f"given[{i}] = FIRST.setdefault({i}, given[{i}])\nreturn right(*given)", "")
+                    f"given[{i}] = FIRST.setdefault({i}, kept(given[{i}]))\n"
+                    "return right(*given)", "")
             if argument not in OBJECTS | NUMBERS:
                 kinds[f"`{argument}` changed"] = (
                     f"result = right(*given)\nspoil(given[{i}])\nreturn result", "stays as it is")

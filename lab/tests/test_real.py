@@ -37,7 +37,8 @@ def test_the_whole_benchmark(call, tmp_path, folder):
     assert status == 0 and "| eagle, tree of 8 | " in out, err
     assert "plain decoding's in float64" in out and "real: maths, T 0, after" in err
     data = json.loads((tmp_path / "made.json").read_text())
-    assert {*data["results"]} == {"maths, T 0", "maths, T 0.8"}
+    settings = "T 0", "T 0.8", "T 0.7, top-p 0.8, top-k 20"
+    assert {*data["results"]} == {f"maths, {words}" for words in settings}
     for rows in data["results"].values():
         assert "predicted" in rows["eagle, gamma 2"] and rows["auto"]["tau"] >= 1
         assert rows["int4, gamma 3"]["tau"] > 2, "it is nearly the model"
