@@ -81,8 +81,14 @@ def opening(module, text):
     """The lines with which a student's file of this text begins: imports, and the constants that it
     names."""
     named = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
-    constants = [ast.unparse(n) for n in ast.parse(source(module)).body
-                 if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") in named]
+    constants = []
+    for n in ast.parse(source(module)).body:
+        if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") in named:
+            constants.append(ast.unparse(n))
+        if isinstance(n, ast.ImportFrom):   # a constant of another module
+            shared = {alias.name for alias in n.names if alias.name.isupper()} & named
+            if shared:
+                constants += opening(f"{n.module}.py", " ".join(sorted(shared)))[3:]
     return ["import math", "", "import torch", *constants]
 
 
