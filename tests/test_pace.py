@@ -282,6 +282,7 @@ def test_choosing_is_paid_from_the_balance():
     for state, _ in rounds(m, PROMPTS[:1], 200, pace):
         began = began or clock.now - 1.5
         assert clock.now - began <= STAKE + 0.5 + (1 + RISK) * len(state.known[0][3:]) + 1e-9
+        assert pace.balance >= 0
 
 
 def test_a_rule_that_takes_long_is_not_asked():
