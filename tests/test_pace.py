@@ -217,8 +217,8 @@ def test_a_slower_machine_changes_nothing():
     rounds_of = []
     for speed in (1, 3):
         clock = Hours(speed)
-        late = Late(TARGET, clock, 0.3)
-        pace = Pace(TARGET, [Arm("late", late, Line(0.3))], EVEN, clock=clock)
+        late = Late(TARGET, clock, 0.5)
+        pace = Pace(TARGET, [Arm("late", late, Line(0.5))], EVEN, clock=clock)
         pace.copies.drafter.best = lambda *_: (0.0, 0, [])
         generate(Dear(TARGET, clock), PROMPTS[:1], 100, pace)
         rounds_of.append(late.rounds)
