@@ -11,11 +11,9 @@
 //     int4    4 lines. In line i, lane n has the weights 4i .. 4i+3 of output n in the low halves
 //             of its bytes and 16+4i .. 16+4i+3 in the high ones. Then come 16 steps and 16 offsets
 //             in bfloat16. A weight is step * code + offset
-//
 // A lane adds in one order, so a row of y has the same bits alone and among others.
 #include <math.h>
 #include "rows.cpp"
-
 #define OUT 16              // outputs of a tile
 #define SHARE 32            // weights of each
 #define SETS (OUT / LANES)  // vectors that hold 16 outputs
@@ -58,8 +56,9 @@ template <int size> struct Rounded {
         #pragma GCC unroll 8
         for (int i = 0; i < bits; i++) {
             vi line = get<vi>(lines + i * LINE);
-            codes[i] = bits == 4 ? line & 0x0f0f0f0f : BIAS ? line ^ (int32_t)0x80808080 : line;
+            codes[i] = line & 0x0f0f0f0f;
             if (bits == 4) codes[4 + i % 4] = line >> 4 & 0x0f0f0f0f;
+            if (bits == 8) codes[i] = line ^ (int32_t)(BIAS ? 0x80808080 : 0);
         }
         #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {

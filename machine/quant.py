@@ -10,7 +10,7 @@ as it is.
     nf4     4.127           blocks of 64 numbers from a table of 16, times the largest magnitude of
                             the block, which is itself stored in 8 bits
 
-When a pass waits for memory, a product that reads fewer bits is faster. machine/rows.cpp has one
+When a pass waits for memory, a product that reads fewer bits is faster. machine/bits.cpp has one
 for int8 and int4 and few rows on a CPU. In all other cases the full matrix is rebuilt for each
 product, which takes longer than reading it would. There the gain is memory, not time.
 
