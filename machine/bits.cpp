@@ -11,9 +11,11 @@
 //     int4    4 lines. In line i, lane n has the weights 4i .. 4i+3 of output n in the low halves
 //             of its bytes and 16+4i .. 16+4i+3 in the high ones. Then come 16 steps and 16 offsets
 //             in bfloat16. A weight is step * code + offset
+//
 // A lane adds in one order, so a row of y has the same bits alone and among others.
 #include <math.h>
 #include "rows.cpp"
+
 #define OUT 16              // outputs of a tile
 #define SHARE 32            // weights of each
 #define SETS (OUT / LANES)  // vectors that hold 16 outputs
@@ -79,13 +81,11 @@ template <int size> struct Whole {
     static const int bits = size, bytes = 4;
     static void put(const float *x, char *to, Group *group) {
         memcpy(to, x, 4 * SHARE);
-        group->scale = 1;
         for (int i = 0; i < SHARE; i++) group->sum += x[i];
     }
     template <int M>
     INLINE void dot(vf *dots, const char *lines, const char *x, const Group *, int64_t row) {
-        vf odd[M] = {};
-        for (int m = 0; m < M; m++) dots[m] = vf{};
+        vf even[M] = {}, odd[M] = {};
         #pragma GCC unroll 8
         for (int i = 0; i < SHARE / 4; i++) {
             vi line = get<vi>(lines + i % bits * LINE);
@@ -96,12 +96,12 @@ template <int size> struct Whole {
                 #pragma GCC unroll 8
                 for (int m = 0; m < M; m++) {
                     vf number = all(get<float>(x + m * row + 4 * (4 * i + j)));
-                    vf &sum = j % 2 ? odd[m] : dots[m];
+                    vf &sum = j % 2 ? odd[m] : even[m];
                     sum = fused(codes, number, sum);
                 }
             }
         }
-        for (int m = 0; m < M; m++) dots[m] += odd[m];
+        for (int m = 0; m < M; m++) dots[m] = even[m] + odd[m];
     }
 };
 
@@ -119,7 +119,6 @@ struct Half {
             ((uint16_t *)to)[i] = bfloat16(x[from]);
             group->sum += x[i];
         }
-        group->scale = 1;
     }
     template <int M>
     INLINE void dot(vf *dots, const char *lines, const char *x, const Group *, int64_t row) {
@@ -158,6 +157,7 @@ template <class Form> struct Lanes : Form {
         for (int64_t g = 0; g < k; g += SHARE, group++) {
             float numbers[SHARE] = {};
             memcpy(numbers, x + g, 4 * (k - g < SHARE ? k - g : SHARE));
+            group->scale = 1;
             Form::put(numbers, to + g * Form::bytes, group);
         }
     }
