@@ -68,7 +68,7 @@ INLINE float exponential(float x) {     // 2^n e^r with |r| below ln 2 / 2 (Ceph
     y = fused(y, r, 4.1665795894e-2f);
     y = fused(y, r, 1.6666665459e-1f);
     y = fused(y, r, 5.0000001201e-1f);
-    int32_t power = ((int32_t)n + 127) << 23;
+    uint32_t power = (uint32_t)((int32_t)n + 127) << 23;     // of a NaN it is whatever it is: r is NaN
     return (fused(y * r, r, r) + 1) * get<float>(&power);
 }
 
