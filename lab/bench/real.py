@@ -67,9 +67,9 @@ VARY = "ngram", "suffix", "auto"    # kinds whose drafts are not of one length
 SHORT = 8                           # tokens that a way writes to warm up
 COLUMNS = {"tokens/s": "{tokens_per_second:.1f}", "ratio to plain": "{ratio:.2f}",
            "lowest": "{lowest:.2f}", "of the best fixed draft": "{share:.2f}",
-           "by the formula": "{predicted:.2f}", "tau": "{tau:.2f}", "alpha": "{tested:.2f}",
-           "alpha by place": "{places}", "bytes": "{bytes:.2f}", "c": "{c:.3f}",
-           "block": "{block:.2f}"}
+           "by the formula": "{predicted:.2f}", "tau": "{tau:.2f}", "alpha": "{alpha:.2f}",
+           "by place": "{places}", "of tested": "{tested:.2f}", "bytes": "{bytes:.2f}",
+           "c": "{c:.3f}", "block": "{block:.2f}"}     # docs/names.md defines them
 
 
 @torch.no_grad()
@@ -229,7 +229,8 @@ def row(runs, plain):
     if most:
         tested = [sum(min(n, k + 1) > i for k, n in turns) for i in range(most)]
         kept = [sum(k > i for k, _ in turns) for i in range(most)]
-        r["tested"] = sum(kept) / sum(tested)       # alpha, of all tokens that were tested
+        r["alpha"] = kept[0] / tested[0]
+        r["tested"] = sum(kept) / sum(tested)       # what the formula takes for every place
         r["places"] = " / ".join(f"{k / n:.2f}" for k, n in zip(kept, tested, strict=True) if n)
         r["c"], r["block"] = prices(samples, sum(plain, []))
     return r

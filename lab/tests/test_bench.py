@@ -76,7 +76,7 @@ def test_a_row_by_hand():
     assert got.pop("texts") == [[1] * 8] * 3
     assert got == pytest.approx({
         "tokens_per_second": 8, "ratio": math.prod(ratios) ** (1 / 3), "lowest": 1, "tau": 2,
-        "tested": 1 / 2,
+        "alpha": 1, "tested": 1 / 2,
         "c": 2.5 / 48 / (10 / 48), "block": 2.5 / 24 / (10 / 48)})
     itself = real.row(plain, plain)
     assert itself["ratio"] == itself["tau"] == 1 and "c" not in itself
