@@ -68,7 +68,7 @@ INLINE float exponential(float x) {     // 2^n e^r with |r| below ln 2 / 2 (Ceph
     y = fused(y, r, 4.1665795894e-2f);
     y = fused(y, r, 1.6666665459e-1f);
     y = fused(y, r, 5.0000001201e-1f);
-    uint32_t power = (uint32_t)((int32_t)n + 127) << 23;     // of a NaN it is whatever it is: r is NaN
+    uint32_t power = (uint32_t)((int32_t)n + 127) << 23;     // of a NaN any: r makes it NaN again
     return (fused(y * r, r, r) + 1) * get<float>(&power);
 }
 
@@ -175,7 +175,7 @@ template <Kind type> struct Running {
             to = p.slots[r] + 1;
             from = block.window && to > block.window ? to - block.window : 0;
         }
-        float *s = &b.scores[omp_get_thread_num() * pad(p.S)], *y = &b.row[(r * m.heads + h) * D];
+        float *s = &b.scores[omp_get_thread_num() * p.S], *y = &b.row[(r * m.heads + h) * D];
         float largest = -INFINITY;
         for (int64_t t = from; t < to; t++) s[t] = dot(q, keys + t * D, D);
         if (m.softcap > 0)
@@ -186,35 +186,32 @@ template <Kind type> struct Running {
         for (int64_t t = from; t < to; t++) largest = s[t] > largest ? s[t] : largest;
         for (int64_t t = from; t < to; t++)
             s[t] = s[t] == -INFINITY ? 0 : exponential(s[t] - largest);
-        float sum = sum_of(s, from, to);
         int64_t d = 0;
-        for (; d + 4 * LANES <= D; d += 4 * LANES) mean<4>(s, values + d, y + d, from, to, sum);
-        for (; d + LANES <= D; d += LANES) mean<1>(s, values + d, y + d, from, to, sum);
+        for (; d + 4 * LANES <= D; d += 4 * LANES) mean<4>(s, values + d, y + d, from, to);
+        for (; d + LANES <= D; d += LANES) mean<1>(s, values + d, y + d, from, to);
         for (; d < D; d++) {
-            float one = 0;
-            for (int64_t t = from; t < to; t++) one = fused(s[t], values[t * D + d], one);
-            y[d] = rounded<type>(one / sum);
+            float weights = 0, sum = 0;
+            for (int64_t t = from; t < to; t++) {
+                weights += s[t];
+                sum = fused(s[t], values[t * D + d], sum);
+            }
+            y[d] = rounded<type>(sum / weights);
         }
     }
 
-    // A slot has its lane wherever the sum begins and ends: a tree's ends later, and adds zeros.
-    float sum_of(float *s, int64_t from, int64_t to) {
-        vf sum = {};
-        for (int64_t t = to; t % LANES; t++) s[t] = 0;
-        for (; from % LANES; from--) s[from - 1] = 0;
-        for (int64_t t = from; t < to; t += LANES) sum += get<vf>(s + t);
-        return total(sum);
-    }
-
-    // n vectors of the mean of the values, weighted by s.
+    // n vectors of the mean of the values, weighted by s. The weights are added slot by slot, too: a
+    // path of a tree leaves slots out, and a zero there must not change the order of a sum.
     template <int n>
-    void mean(const float *s, const float *values, float *y, int64_t from, int64_t to, float sum) {
-        vf sums[n] = {};
-        for (int64_t t = from; t < to; t++)
+    void mean(const float *s, const float *values, float *y, int64_t from, int64_t to) {
+        vf sums[n] = {}, weights = {};
+        for (int64_t t = from; t < to; t++) {
+            weights += all(s[t]);
             for (int i = 0; i < n; i++)
                 sums[i] = fused(all(s[t]), get<vf>(values + t * D + i * LANES), sums[i]);
+        }
         for (int i = 0; i < n; i++)
-            for (int j = 0; j < LANES; j++) y[i * LANES + j] = rounded<type>(sums[i][j] / sum);
+            for (int j = 0; j < LANES; j++)
+                y[i * LANES + j] = rounded<type>(sums[i][j] / weights[j]);
     }
 
     void attention(const Block &block, int64_t layer) {
@@ -253,7 +250,7 @@ template <Kind type> struct Running {
         b.row.grow(R * widest);
         b.sums.grow(R * (m.blocks->wqkv.n + m.dim + 2 * m.hidden));
         b.q.grow(R * m.heads * D);
-        b.scores.grow(p.threads * pad(p.S));
+        b.scores.grow(p.threads * p.S);
         b.in.grow(R * row_of(widest, 4));
         #pragma omp parallel num_threads(p.threads)
         {

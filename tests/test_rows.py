@@ -181,6 +181,27 @@ def test_a_tree(family):
     assert torch.allclose(FewRows(model).run(x, at, mine), model.run(x, at, theirs), atol=1e-4)
 
 
+@each_family
+@torch.inference_mode()
+def test_a_path_of_a_tree_has_the_bits_of_a_chain(family):
+    """Three of its six nodes are on the path, so a sum in another order than by slots shows."""
+    model = FewRows(make(LIVELY[family]).float())
+    path = [0, 2, 5]
+    tokens = torch.tensor([[3, 7, 1, 9, 4, 8]])
+    sees = torch.eye(6, dtype=torch.bool)
+    sees[1:, 0] = True
+    sees[5, 2] = True
+    for n in range(1, 22):
+        cache = KVCache(model.c, 1, 32, torch.float32)
+        before = torch.arange(n)[None] % 17
+        model.run(model.embed(before), Placement.span(0, n), cache)
+        places = torch.tensor([[0, 1, 1, 1, 1, 2]]) + n
+        at = Placement(places, torch.arange(6)[None] + n, n, n + 6, sees[None])
+        tree = model.run(model.embed(tokens), at, cache)
+        chain = model.run(model.embed(tokens[:, path]), Placement.span(n, n + 3), cache)
+        assert torch.equal(tree[:, path], chain), n
+
+
 def rough(model, kind):
     """A copy that drafts for the model, in the same passes."""
     return model.alongside(quantise(model, kind, kind, rounds=True))
