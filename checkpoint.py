@@ -28,7 +28,7 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
     """(model, tokenizer) from a folder in the Hugging Face layout, of one of `families.FAMILIES`.
 
     The default `device` is CUDA if there is one, else the CPU, and the default `dtype` is the
-    stored one. `quant` is a function of a matrix, such as machine.quant.NF4, whose result replaces
+    stored one. `quant` is a function of a matrix, such as machine.quant.Int4, whose result replaces
     each matrix of the blocks. `part` is this process's part of the model, a machine.parallel.Part.
     Loading needs memory for the model and one more matrix. Raises OSError or Refused if something
     is missing, damaged or unsupported.

@@ -1,4 +1,4 @@
-"""Quantised matrices in int8, int4 or NF4, which replace the model's own.
+"""Quantised matrices in int8 or int4, which replace the model's own.
 
 The model uses its matrices in `F.linear` only, and `F.linear` lets its arguments take over by
 `__torch_function__`. So an object that computes its own product can be a matrix, and model.py stays
@@ -7,12 +7,10 @@ as it is.
     kind    bits / weight   each row of a matrix is stored as
     int8    8 + 32 / K      K whole numbers from -127 to 127, times one scale
     int4    5               groups of 32 whole numbers from 0 to 15, with a step and an offset each
-    nf4     4.127           blocks of 64 numbers from a table of 16, times the largest magnitude of
-                            the block, which is itself stored in 8 bits
 
 When a pass waits for memory, a product that reads fewer bits is faster. machine/bits.cpp has one
-for int8 and int4 and few rows on a CPU. In all other cases the full matrix is rebuilt for each
-product, which takes longer than reading it would. There the gain is memory, not time.
+for few rows on a CPU. In all other cases the full matrix is rebuilt for each product, which takes
+longer than reading it would. There the gain is memory, not time.
 
 The quantised model is the best draft that needs no training. It is nearly always right, and it
 takes as long as reading its bytes. `layerskip.SelfDraft` drafts with it.
@@ -31,31 +29,8 @@ from model import Placement
 
 SHARE = 32      # weights of a tile in each of its rows; in int4 they share a step and an offset
 OUTPUTS = 16    # rows of a tile, which machine/bits.cpp computes side by side
-BLOCK = 64      # weights that share a magnitude
-GROUP = 256     # magnitudes that share a scale
 SURE = 0.9      # of the most likely tokens, which a head in int4 must find for a draft
 ROWS = 64       # quantised at a time, so that temporary memory stays small
-
-
-def codebook():
-    """The 16 levels of NF4, which normally distributed weights use about equally often (Dettmers et
-    al. 2023, QLoRA, section 3 and appendix E). (16,) float32, rising from -1 to 1
-
-    They are quantiles of the normal distribution, 8 of its upper half and 7 of its lower half, and
-    0, so that 0 is exact. The probability beyond the outermost is the mean of 1/30 and 1/32, which
-    are half the share of one level among 15 and among 16.
-
-    >>> codebook()[:4]
-    tensor([-1.0000, -0.6962, -0.5251, -0.3949])
-    """
-    last = 1 - (1 / 30 + 1 / 32) / 2
-
-    def quantiles(n):
-        return torch.special.ndtri(torch.linspace(last, 0.5, n + 1, dtype=torch.float64)[:-1])
-
-    upper = quantiles(8)
-    lower = quantiles(7)
-    return (torch.cat([-lower, torch.zeros(1), upper.flip(0)]) / upper[0]).float()
 
 
 def nonzero(scale):
@@ -226,47 +201,7 @@ class Int4(Whole):
         return (offset + codes * step).to(dtype)
 
 
-class NF4(Matrix):
-    """A byte holds two levels, and each block of 64 along a row is multiplied by its largest
-    magnitude.
-
-    The magnitudes are themselves quantised to 8 bits ("double quantisation", section 3), after
-    their mean is subtracted, with one scale per 256 of them. The paper uses 8-bit floats there, and
-    this class whole numbers. A shorter last block of a row is padded with zeros.
-    """
-
-    def __init__(self, w):
-        super().__init__(w.dtype)
-        self.columns = w.shape[1]
-        levels = codebook().to(w.device)
-        self.register_buffer("pairs", torch.cartesian_prod(levels, levels))  # (256, 2) of each byte
-        middle = (levels[1:] + levels[:-1]) / 2
-        most = []
-        codes = []
-        for some in w.split(ROWS):
-            block = F.pad(some.float(), (0, -w.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-            most.append(block.abs().amax(-1))
-            relative = block / nonzero(most[-1])[..., None]
-            nearest = torch.bucketize(relative, middle, out_int32=True)         # 0 .. 15
-            codes.append((16 * nearest[..., ::2] + nearest[..., 1::2]).flatten(1).to(torch.uint8))
-        most = torch.cat(most)                                                  # (N, blocks)
-        self.register_buffer("codes", torch.cat(codes))                         # (N, blocks * 32)
-        self.register_buffer("mean", most.mean())
-        groups = (most - self.mean).flatten()
-        groups = F.pad(groups, (0, -len(groups) % GROUP)).unflatten(0, (-1, GROUP))  # (groups, 256)
-        scale = nonzero(groups.abs().amax(1, keepdim=True) / 127)
-        self.register_buffer("scale", scale)                                    # (groups, 1)
-        self.register_buffer("most", (groups / scale).round().to(torch.int8))   # (groups, 256)
-
-    def full(self, dtype):
-        N = self.codes.shape[0]
-        blocks = self.codes.shape[1] * 2 // BLOCK
-        most = (self.most * self.scale + self.mean).flatten()[: N * blocks].view(N, blocks, 1)
-        levels = F.embedding(self.codes.int(), self.pairs).view(N, blocks, BLOCK)
-        return (levels * most).flatten(1)[:, : self.columns].to(dtype)          # (N, K)
-
-
-KINDS = {"int8": Int8, "int4": Int4, "nf4": NF4}
+KINDS = {"int8": Int8, "int4": Int4}
 
 
 def quantise(model, kind="int8", head=None, rounds=False):

@@ -140,23 +140,26 @@ for name, seconds in interleave(work, 15).items():
     print(f"{name}: {1e3 * seconds:.2f} ms")
 
 # %% [markdown]
-# On a small model the launches cost about as much as the products, or more. (The two need not add
-# up to the pass: the launches of the products are in both, and the narrow model's other operations
-# move fewer numbers.)
+# On a small model both count. (The two need not add up to the pass: the launches of the products
+# are in both, and the narrow model's other operations move fewer numbers.)
 #
-# For larger models this turns around: bytes grow with the square of the width, launches only with
-# the depth. Here is the calculation for some known models, in bfloat16, on a device that reads 3.35
-# TB/s (an H100, by its data sheet). We assume that a launch takes 5 microseconds.
+# For larger models the bytes win: they grow with the square of the width, launches only with the
+# depth. Here is the calculation for some known models, in bfloat16, on an H100, which reads 3.35
+# TB/s by its data sheet. What a launch takes there follows from a stored run: eager decoding at the
+# shape of Llama 3.1 8B, whose tokens mostly waited for launches.
 #
 # **Predict:** how large must a model be before it waits longer for bytes than for launches?
 
 # %%
 from methods.costs import by_weights
 from lab.bench.shared import SHAPES                             # what the model cards say
+from lab.figures import stored
 
-LAUNCH = 5e-6                                                   # seconds
+H100 = stored("gpu-shapes")["Llama 3.1 8B"]["eager: tokens/s"]
 READS = 3.35e12                                                 # bytes per second
-shapes = {"this one": c} | SHAPES
+large = replace(SHAPES["Llama 3.1 8B"], dim=8192, n_layers=80, n_heads=64, hidden_dim=28672)
+shapes = {"this one": c} | SHAPES | {"Llama 3.1 70B": large}
+LAUNCH = 1 / H100 / (launches["no sub-layer"] + shapes["Llama 3.1 8B"].n_layers * (a + m))
 
 
 def reading(shape):
@@ -168,14 +171,16 @@ def launching(shape):
     return LAUNCH * (launches["no sub-layer"] + shape.n_layers * (a + m))
 
 
+print(f"{H100} tokens/s, so a launch took {1e6 * LAUNCH:.0f} microseconds")
 for name, shape in shapes.items():
     print(f"{name:14} per token: launching {1e3 * launching(shape):5.2f} ms, "
           f"reading {1e3 * reading(shape):5.2f} ms")
-turning = shapes["Llama 3.1 8B"]
-assert not SHIPPED or LAUNCH != 5e-6 or 0.9 < launching(turning) / reading(turning) < 1.1
+longer = [name for name, shape in shapes.items() if reading(shape) > launching(shape)]
+print("waits longer for bytes than for launches:", ", ".join(longer) or "none of these")
 
 # %% [markdown]
-# Near 8 billion parameters the two are about equal.
+# So with eager passes nearly every model that fits into such a device waits for launches, and
+# neither fewer bytes nor a shorter draft would help it.
 #
 # **Try it:** suppose a launch takes 1 microsecond. Where are they equal then? Set `LAUNCH`.
 #
@@ -194,8 +199,8 @@ print(f"{nearest}: launching takes {ratios[nearest]:.2f} times as long as readin
 #
 # Verifying a draft is a pass over a few tokens, so each matrix is multiplied with a few rows. We
 # time such products with a matrix as wide as the matrices of SmolLM2, a small public model, but so
-# long that it fits into no cache. `F.linear` is torch's product. For comparison, we also sum as
-# many bytes: reading cannot be faster.
+# long that it fits into no cache. `F.linear` is torch's product. For comparison we time a sum over
+# as many bytes, which is about the fastest way to read them.
 #
 # **Predict:** four rows need four times as many multiplications as one. Does the product take four
 # times as long?
@@ -251,19 +256,30 @@ assert in_one_call < 20
 
 # %% tags=["gallery"] jupyter={"source_hidden": true}
 figure, ((left, right),) = plots.axes(1, 2, width=4.8, height=3.4)
-plots.curves(left, few, {name: [times[name, T] for T in few] for name in ways},
-             xlabel="rows of x", ylabel="milliseconds", ylim=(0, None),
+done = {name: [T * matrix.numel() / 1e6 / times[name, T] for T in few] for name in ways}
+plots.curves(left, few, done, xlabel="rows of x = multiplications per weight read", xscale="log",
+             ylabel="billion multiplications per second", yscale="log",
              title=f"a product, {matrix.nbytes / 1e6:.0f} MB")
-left.axhline(times["reading"], color=plots.HUES[-1], ls="--", lw=1, label="to read the bytes")
-left.legend(frameon=False, fontsize=9, loc="upper left")
+left.plot(few, [T * matrix.numel() / 1e6 / times["reading"] for T in few],
+          color=plots.HUES[-1], ls="--", lw=1, label="what reading allows")
+left.minorticks_off()
+left.set_xticks(few[:5] + (16,), few[:5] + (16,))
+left.legend(frameon=False, fontsize=9, loc="lower right")
 named = {"as usual": half, "in one call": quick}
 plots.curves(right, few, {name: [passes[one, T] for T in few] for name, one in named.items()},
-             xlabel="tokens of a block", ylim=(0, None), title="a pass of this model")
+             xlabel="tokens of a block", ylabel="milliseconds", ylim=(0, None),
+             title="a pass of this model")
 figure
 
 # %% [markdown]
-# The loop reads the matrix about as fast as memory allows, and takes little longer for a few rows
-# than for one.
+# On the left is a *roofline*. The dashed slope is what reading the matrix allows: twice the rows,
+# twice the multiplications for the same bytes. Near the slope a product waits for memory, and a row
+# more costs nothing. Where its points bend away from the slope, the multiplications take longer,
+# and each further row costs its own time. The loop lies close to the slope for a few rows.
+#
+# On the right is a whole pass. The matrices of this small model stay in the processor's caches, so
+# there is less to wait for, and more of a block's time is multiplication than in a model that
+# memory must deliver.
 #
 # **This curve is why drafting pays at all.** Suppose T rows cost T times as much as one row. Then a
 # round that drafts gamma tokens would cost more than gamma + 1 passes, and would write at most
@@ -312,16 +328,8 @@ print(tokenizer.decode(texts[1]))
 # `machine/blocks.py` first has them *fused* by a compiler: an addition and a multiplication become
 # one loop over memory.
 #
-# Both remedies, the call on a CPU and the graph on a GPU, are behind `generate.py --fast`. Here is
-# the table of tokens/s on a CPU from [BENCHMARKS.md](../lab/BENCHMARKS.md), which also names the
-# machine:
-
-# %% jupyter={"source_hidden": true}
-from IPython.display import Markdown
-
-paragraphs = (ROOT / "lab" / "BENCHMARKS.md").read_text(encoding="utf-8").split("\n\n")
-is_table = lambda text: text.startswith("|") and "transformers, compiled" in text
-Markdown(next(filter(is_table, paragraphs)))
+# Both remedies, the call on a CPU and the graph on a GPU, are behind `generate.py --fast`.
+# [BENCHMARKS](../lab/BENCHMARKS.md#on-a-gpu) has what graphs gained on an H100.
 
 # %% [markdown]
 # ## A wrong program, and how it is caught
@@ -392,38 +400,38 @@ assert G == 1 or texts["drafted"] != right
 #
 # ## What four bits keep
 #
-# Where a pass waits for bytes, smaller weights help. NF4 (Dettmers et al. 2023) stores for each
-# weight one of 16 levels, relative to the largest weight of its group of 64. Weights are
-# distributed much like a bell curve, so the levels divide a bell curve into equal shares. (int4 has
-# 16 equally spaced levels, and groups of 32.)
+# Where a pass waits for bytes, smaller weights help. int8 stores each weight as a whole number from
+# -127 to 127, times one scale for the row. int4 divides a row into groups of 32, and each group has
+# 16 equally spaced levels from its smallest weight to its largest. (NF4, of QLoRA, puts its 16
+# levels closer together near zero, where most weights are.)
 
 # %% jupyter={"source_hidden": true}
-from machine.quant import BLOCK, KINDS, codebook, quantise, size
+from machine.quant import KINDS, SHARE, quantise, size
 
-levels = codebook()
+levels = range(16)
 w = torch.cat([b.mlp.gate_up.flatten() for b in model.blocks])
-w = w.unflatten(0, (-1, BLOCK))                                 # (groups, 64)
-scaled = (w / w.abs().amax(1, keepdim=True)).flatten()
+w = w.unflatten(0, (-1, SHARE))                                 # (groups, 32)
+low, high = w.aminmax(dim=1, keepdim=True)
+scaled = (15 * (w - low) / (high - low)).flatten()
 figure, ((side,),) = plots.axes(1, 1, width=8, height=2.8)
 some = scaled[:: max(1, len(scaled) // 200_000)]
 side.hist(some.numpy(), bins=120, density=True, color="#c8d8e8")
-side.vlines(levels, 0, 0.5, color=plots.HUES[1], lw=2)
-side.set(xlabel="weight, relative to the largest of its group of 64", yticks=[],
-         title="blue: this model's weights; orange: the 16 levels")
-assert len(levels) == 16 and float(levels[7]) == 0 and float(levels.abs().max()) == 1
+side.vlines(levels, 0, 0.03, color=plots.HUES[1], lw=2)
+side.set(xlabel="weight, from the smallest of its group of 32 (0) to the largest (15)", yticks=[],
+         title="blue: this model's weights; orange: the 16 levels of int4")
 figure
 
 # %% [markdown]
-# The peaks at both ends are the largest weight of each group. How far off is the largest matrix of
-# a block, on average?
+# The peaks at both ends are the smallest and the largest weight of each group. How far off is the
+# largest matrix of a block, on average?
 
 # %% jupyter={"source_hidden": true}
 twins = {kind: quantise(model, kind) for kind in KINDS}
-stored = {kind: quantise(half, kind) for kind in KINDS}
+copies = {kind: quantise(half, kind) for kind in KINDS}
 for kind, twin in twins.items():
     both = [(a.mlp.gate_up, b.mlp.gate_up) for a, b in zip(model.blocks, twin.blocks, strict=True)]
     lost = sum(float((w - q.full(w.dtype)).norm() / w.norm()) for w, q in both) / L
-    before, after = (size(one.blocks) / 1e6 for one in (half, stored[kind]))
+    before, after = (size(one.blocks) / 1e6 for one in (half, copies[kind]))
     print(f"{kind}: {after:4.1f} MB of blocks instead of {before:.1f}; "
           f"gate_up is off by {lost:.1%}")
 
@@ -453,7 +461,7 @@ def acceptance(teacher, one, subs):
 
 
 for kind, one in {"as it is": model, **twins}.items():
-    costs = by_bytes(stored.get(kind, half))
+    costs = by_bytes(copies.get(kind, half))
     points[kind] = []
     for E in steps:
         subs = early_exit(L, E)
@@ -477,7 +485,7 @@ if SHIPPED:
     exits = max(speeds["as it is", E] for E in steps)
     best = max(speeds, key=speeds.get)
     assert best[0] != "as it is" and best[1] < L
-    assert exits < speeds["nf4", L] < speeds[best] < exits + 0.3
+    assert exits < speeds["int4", L] < speeds[best] < exits + 0.3
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=7, height=4)
@@ -496,9 +504,8 @@ figure
 # far more often than an exit of the model as it is. But the first blocks are cheaper still, so the
 # best gains hardly differ. (The output head stays in 16 bits here. It is most of what the cheapest
 # drafts read.) By the *clock* such a draft gains only where a product reads the quantised weights
-# directly. The loop does, for int8 and int4. To save multiplications as well, a draft may also
-# round x to int8: it only drafts, so the text stays exact. For NF4 the whole matrix is rebuilt each
-# time, which saves memory and no time.
+# directly, as the loop does. To save multiplications as well, a draft may also round x to int8: it
+# only drafts, so the text stays exact.
 #
 # This model was trained for its exits. On one that was not, exits fail and all blocks in four bits
 # gain: [notebook 13](13_a_real_model.ipynb) shows both.
@@ -534,7 +541,6 @@ assert " ".join(alone.split()) in " ".join(out.stdout.split()), "the text of one
 
 # %%
 SUMS = 10e-6, 50e-6                                             # seconds per all-reduce
-large = replace(SHAPES["Llama 3.1 8B"], dim=8192, n_layers=80, n_heads=64, hidden_dim=28672)
 worlds = 1, 2, 4, 8
 shares = [1e3 * reading(large) / world for world in worlds]
 waiting = [[1e3 * each * (2 * large.n_layers + 2) * (world > 1) for world in worlds]
@@ -577,19 +583,18 @@ assert more[4] < 1.4 * more[1]
 print(f"{more[4]} for four tokens, {more[1]} for one")
 
 # %% [markdown]
-# **2.** NF4 takes 4.127 bits per weight (four, and its part of the scales) instead of the 16 of
-# bfloat16. Is the whole model 3.88 times smaller?
+# **2.** int4 takes 5 bits per weight (four, and its part of the group's step and offset) instead of
+# the 16 of bfloat16. Is the whole model 3.2 times smaller?
 #
 # <details><summary>Answer</summary>
 # No. Embeddings, output head and norms stay as they are, and in a small model with a large
-# vocabulary they are a large part. (The blocks alone come close. Here each matrix also stores a
-# table of the levels.)
+# vocabulary they are a large part. (The blocks alone come close.)
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-smaller = size(half) / size(stored["nf4"])
-blocks = size(half.blocks) / size(stored["nf4"].blocks)
-assert smaller < blocks <= 16 / 4.1
+smaller = size(half) / size(copies["int4"])
+blocks = size(half.blocks) / size(copies["int4"].blocks)
+assert smaller < blocks <= 16 / 5
 print(f"the whole model is {smaller:.2f} times smaller, its blocks {blocks:.2f} times")
 
 # %% [markdown]

@@ -17,7 +17,7 @@ from support import cli
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
 PATHS = "model", "heads", "file"    # sources that --draft names by a path
-KINDS = "int8", "int4", "nf4"     # of quantised matrices
+KINDS = "int8", "int4"     # of quantised matrices
 
 
 class Options(SimpleNamespace):

@@ -223,7 +223,7 @@ def test_a_drafter_and_a_rule_from_a_file(call, mine):
     for heat in (), ("--temperature", "1"):
         r = as_json(call, "--draft", f"{mine}:tree", *heat)
         assert r["accepted"] > 0, "even a tree passes all checks"
-    for draft in (f"{mine}:third", "exit", SMALL, "nf4", "kangaroo"):
+    for draft in (f"{mine}:third", "exit", SMALL, "int4", "kangaroo"):
         r = as_json(call, "--draft", draft, "--rule", f"{mine}:sure")
         assert r["outputs"] == plain and r["gamma"] == MOST
         assert r["proposed"] <= r["target_passes"], "one token per draft"

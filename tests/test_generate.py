@@ -65,7 +65,7 @@ def test_text_streams_and_a_summary_follows(call, tmp_path):
     (["--exit-layer", "3", "--gamma", "1"], "exit", 1), (["--draft", "ngram"], "ngram", 7),
     (["--draft", SMALL, "--gamma", "0"], "model", 0), (["--draft", SMALL], "model", 3),
     (["--draft", "medusa", "--tree", "4", "--gamma", "0"], "medusa", 0),
-    (["--draft", "nf4"], "nf4", 3),
+    (["--draft", "int4"], "int4", 3),
     (["--draft", "eagle", "--gamma", "6", "--tree", "128"], "eagle", 6),
     (["--draft", STORIES / "heads" / "kangaroo"], "kangaroo", 3),
     (["--skip", "a3,m4", "--gamma", "5"], "skip", 5)], ids=str)
@@ -85,7 +85,8 @@ def test_json_of_every_way_to_draft(call, ids, flags, draft, gamma):
     assert drafting == (r["target_passes"] if draft == "auto" else 0)
 
 
-@pytest.mark.parametrize("kind, flags", [("nf4", ["--draft", SMALL]), ("int8", ["--draft", "nf4"])])
+@pytest.mark.parametrize("kind, flags", [
+    ("int4", ["--draft", SMALL]), ("int8", ["--draft", "int4"])])
 def test_a_quantised_target(call, once, monkeypatch, kind, flags):
     """Drafting does not change its text."""
     honest, begun = generate.rounds, []

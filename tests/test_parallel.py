@@ -66,7 +66,7 @@ def written(folder):
                 generate(m, PROMPTS, 7, drafter(m, small), partial(to_probs, temperature=t), coins)
                 for t in (0, 1.0)]
     m = load("gemma2", KINDS["int8"])
-    drafters = None, SelfDraft(m, range(2), 3), ModelDraft(quantise(m, "nf4"), 3)
+    drafters = None, SelfDraft(m, range(2), 3), ModelDraft(quantise(m, "int4"), 3)
     return made, [generate(m, PROMPTS, 7, drafter)[0] for drafter in drafters]
 
 

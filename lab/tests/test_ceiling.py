@@ -54,7 +54,7 @@ def test_what_lookup_copies_along_a_text(models):
 @each_family
 def test_the_acceptance_of_a_copy_is_that_of_its_first_tokens(family):
     m = make(FAMILIES[family])
-    twin = quantise(m, "nf4")
+    twin = quantise(m, "int4")
     teacher = Teacher(m, PROMPTS[0], warm)
     said = [warm(model(torch.tensor([PROMPTS[0]]))) for model in (m, dense(twin))]
     assert ceiling.acceptance(teacher, twin).tolist() == pytest.approx(
