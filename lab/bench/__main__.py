@@ -16,6 +16,8 @@ import argparse
 import json
 import os
 import re
+import shlex
+import subprocess
 import sys
 from datetime import date
 from pathlib import Path
@@ -84,7 +86,8 @@ FLAGS = {
                    help="pieces of the text (default: %(default)s)"),
     "quant": dict(choices=["int8", "int4"], help="quantise the target, as generate.py --quant"),
     "gguf": dict(metavar="FILE", help="for llama.cpp: --model in a GGUF file (default: SmolLM2)"),
-    "out": dict(metavar="PATH", help="write PATH.json and PATH.md",
+    "out": dict(metavar="PATH", help="write PATH.json and PATH.md; as lab/results/NAME, documents "
+                "can take their figures from it (lab/figures.py)",
                 type=lambda path: re.sub(r"\.(json|md)$", "", path))}
 
 
@@ -118,14 +121,25 @@ def parse(argv):
     return a
 
 
+def commit():
+    """The present commit, with a + where a file was changed since; None outside a repository."""
+    git = ["git", "-C", os.path.dirname(__file__), "describe", "--always", "--dirty=+"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def run(argv):
     a = parse(argv)
+    words = map(str, sys.argv[1:] if argv is None else argv)
     try:
         text, data = COMMANDS[a.what][0](a)
     except ModuleNotFoundError as e:
         raise Refused(f"{e.name} is not installed: see requirements-dev.txt") from None
-    data = {"flags": vars(a), "machine": a.machine, "torch": torch.__version__,
-            "date": date.today().isoformat(), **data}
+    data = {"command": shlex.join(["python", "-m", "lab.bench", *words]), "commit": commit(),
+            "date": date.today().isoformat(), "machine": a.machine, "torch": torch.__version__,
+            "flags": vars(a), **data}
     print(text)
     if a.out:
         write_file(Path(a.out + ".json"), json.dumps(data, indent=1) + "\n")

@@ -66,7 +66,8 @@ SETTINGS = {    # of to_probs
 VARY = "ngram", "suffix", "auto"    # kinds whose drafts are not of one length
 SHORT = 8                           # tokens that a way writes to warm up
 COLUMNS = {"tokens/s": "{tokens_per_second:.1f}", "ratio to plain": "{ratio:.2f}",
-           "lowest": "{lowest:.2f}", "of the best fixed draft": "{share:.2f}",
+           "±": "{deviation:.2f}", "lowest": "{lowest:.2f}",
+           "of the best fixed draft": "{share:.2f}",
            "by the formula": "{predicted:.2f}", "tau": "{tau:.2f}", "alpha": "{alpha:.2f}",
            "by place": "{places}", "of tested": "{tested:.2f}", "bytes": "{bytes:.2f}",
            "c": "{c:.3f}", "block": "{block:.2f}"}     # docs/names.md defines them
@@ -221,6 +222,7 @@ def row(runs, plain):
     samples = sum(runs, [])
     ratios = [rate(some) / rate(others) for some, others in zip(runs, plain, strict=True)]
     r = {"tokens_per_second": rate(samples), "ratio": statistics.geometric_mean(ratios),
+         "deviation": statistics.stdev(ratios) if len(ratios) > 1 else None,
          "lowest": min(ratios), "ratios": ratios, "texts": [some[0].ids for some in runs]}
     turns = [turn for s in samples for turn in s.rounds]
     if turns:
@@ -301,6 +303,7 @@ def run(a):
             next(iter(prompts.values()))[:1], SHORT, 1)         # a warm-up
     began = time.perf_counter()
     results = {}
+    stored = {}     # {settings: {way: {kind: its row}}}, as lab/figures.py reads it
     for how, kind in product(SETTINGS, prompts):
         title = f"{Path(kind).stem}, {how}"
         settings = SETTINGS[how]
@@ -318,6 +321,7 @@ def run(a):
             del r["texts"]
             if name in found:
                 r |= promised(model, found[name], r)
+            stored.setdefault(how, {}).setdefault(name, {})[Path(kind).stem] = r
         results[title] = rows
         gains = ", ".join(f"{name} {r['ratio']:.2f}" for name, r in rows.items())
         note("real", f"{title}, after {time.perf_counter() - began:.0f} s: {gains}")
@@ -329,4 +333,4 @@ def run(a):
         head += ["The target's weights got noise as wide as a step of int4.", ""]
     if a.quant:
         head += [f"The target is quantised: {a.quant}, and its head int8.", ""]
-    return page(head + tables(results, COLUMNS)), {"results": results}
+    return page(head + tables(results, COLUMNS)), {"results": stored}

@@ -74,6 +74,7 @@ def test_a_row_by_hand():
     got, ratios = real.row([[slow] * 2, [quick] * 2, [slow] * 2], plain), [8 / 3, 2, 1]
     assert got.pop("ratios") == pytest.approx(ratios) and got.pop("places") == "1.00 / 0.00"
     assert got.pop("texts") == [[1] * 8] * 3
+    assert got.pop("deviation") == pytest.approx((19 / 27) ** 0.5), "8/3, 2 and 1 about 17/9"
     assert got == pytest.approx({
         "tokens_per_second": 8, "ratio": math.prod(ratios) ** (1 / 3), "lowest": 1, "tau": 2,
         "alpha": 1, "tested": 1 / 2,

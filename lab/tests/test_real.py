@@ -38,12 +38,14 @@ def test_the_whole_benchmark(call, tmp_path, folder):
     assert "plain decoding's in float64" in out and "real: maths, T 0, after" in err
     data = json.loads((tmp_path / "made.json").read_text())
     settings = "T 0", "T 0.8", "T 0.7, top-p 0.8, top-k 20"
-    assert {*data["results"]} == {f"maths, {words}" for words in settings}
-    for rows in data["results"].values():
+    assert {*data["results"]} == {*settings}
+    assert data["command"].startswith("python -m lab.bench real --model ") and data["commit"]
+    for ways in data["results"].values():
+        rows = {name: kinds["maths"] for name, kinds in ways.items()}
         assert "predicted" in rows["eagle, gamma 2"] and rows["auto"]["tau"] >= 1
         assert rows["int4, gamma 3"]["tau"] > 2, "it is nearly the model"
         assert rows["int4, gamma 3"]["bytes"] < 0.4
-    assert "transformers, plain" in data["results"]["maths, T 0"]
+    assert "transformers, plain" in data["results"]["T 0"]
     status, out, _ = call("block", "--model", folder, "--draft", folder / "heads/eagle", "--quick",
                           "--new", "8", "--prompts", "maths")
     assert status == 0 and "1 prompts" in out and "/heads/eagle | 0.8 | 6 | 1." in out
@@ -56,7 +58,8 @@ def test_a_small_model_drafts_for_a_real_one_and_texts_agree_to_the_bit(call, tm
         "real", "--model", folder, "--draft-model", folder, "--fast", "--new", "8", "--prompts",
         tmp_path / "own.txt", "--only", "small model", "int8", "auto", "--out", tmp_path / "made")
     assert status == 0 and "plain decoding's to the bit" in out, err
-    rows = json.loads((tmp_path / "made.json").read_text())["results"]["own, T 0"]
+    ways = json.loads((tmp_path / "made.json").read_text())["results"]["T 0"]
+    rows = {name: kinds["own"] for name, kinds in ways.items()}
     assert {*rows} == {"plain", "int8, gamma 3", "small model, gamma 3",
                        "small model in int4, gamma 3", "small model in int4, gamma 5", "auto"}
     itself = rows["small model, gamma 3"]
@@ -70,7 +73,8 @@ def test_what_follows_draft_in_generate_is_a_way(call, tmp_path, folder):
     status, _, err = call("real", "--model", folder, "--fast", "--new", "8", "--prompts",
                           "stories", "--quick", "2", "--draft", *lines, "--out", tmp_path / "made")
     assert status == 0, err
-    rows = json.loads((tmp_path / "made.json").read_text())["results"]["stories, T 0.8"]
+    ways = json.loads((tmp_path / "made.json").read_text())["results"]["T 0.8"]
+    rows = {name: kinds["stories"] for name, kinds in ways.items()}
     names = [*rows]
     assert names == ["plain", "exit, rule lab/rules.py:Gate, gamma 3", "lab/swift.py:SWIFT",
                      "exit, gamma 2"]
