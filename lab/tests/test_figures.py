@@ -7,6 +7,7 @@ import pytest
 from lab import figures
 from model import Refused
 
+LAB = figures.ROOT / "lab"
 
 @pytest.mark.parametrize("name", figures.DOCUMENTS)
 def test_a_document_prints_its_results(name):
@@ -22,7 +23,9 @@ def test_a_result_says_how_it_was_made():
     for name in figures.DOCUMENTS:
         text = (figures.ROOT / name).read_text(encoding="utf-8")
         used |= set(re.findall(r"(?<=[:;] )([\w-]+)(?=[/ ][^;]*(?:;| -->))", text))
-    for file in (figures.ROOT / "lab" / "results").glob("*.json"):
+    for page in (*(figures.ROOT / "notebooks").glob("*.py"), *LAB.glob("notebooks/*.py")):
+        used |= set(re.findall(r'stored\("([\w-]+)"\)', page.read_text(encoding="utf-8")))
+    for file in LAB.glob("results/*.json"):
         data = json.loads(file.read_text(encoding="utf-8"))
         assert {"command", "commit", "date", "machine", "runs"} <= data.keys(), file.name
         assert file.stem in used, f"nothing prints {file.name}"
