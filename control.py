@@ -3,8 +3,8 @@
 The one thing to remember: drafting gains only where alpha exceeds c. Alpha is the chance that the
 first token of a draft is accepted, and c is the cost of a drafted step relative to a target pass.
 
-A rule says how far to draft; no rule can change the distribution of the text. Confidences come from
-the raw softmax, so that they mean something even at temperature 0.
+A rule says how far to draft; no rule can change the distribution of the text. Confidence is a
+probability before temperature and cuts, because at temperature 0 the cut distribution is always 1.
 """
 import torch
 

@@ -261,7 +261,7 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     chunk = 256     # tokens of a prompt that are read at once: the scores of more take more memory
-    widest = 256    # tokens that a drafter may read at once
+    widest = 256    # the most tokens that a drafter reads in one pass
     share = 1.0     # of the output head that a draft reads
 
     def __init__(self, c):

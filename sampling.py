@@ -168,9 +168,9 @@ class Coins:
         return self.take(prob.numel(), prob.device).view(prob.shape) < prob
 
     def settle(self, p, position, offset=0):
-        """Turn p (B, T, V) into what tokens are drawn from. These coins return it unchanged. A
-        `machine.exact.Race` settles which token wins each position, and returns the winner's
-        one-hot. Each row of p describes the token after the one at position + offset (B or 1, T).
+        """The distributions (B, T, V) that tokens are drawn from. Of these coins it is p itself. A
+        `machine.exact.Race` returns the one-hot of each position's winner. Each row of p describes
+        the token after the one at position + offset (B or 1, T).
         """
         return p
 

@@ -2,9 +2,9 @@
 
 Two runs differ where the same row is rounded differently in a pass over one token than in a pass
 over four, because another routine multiplies, or because a sum over the slots is split differently.
-The loops of machine/rows.cpp have one order of sums for any number of rows, and nothing else is
-needed there. Elsewhere, for example on a GPU, every pass here has eight rows and reads all slots of
-its cache.
+The loops of machine/rows.cpp add in the same order for any number of rows, so on a CPU they are
+exact as they are. Elsewhere, for example on a GPU, every pass here has eight rows and reads all
+slots of its cache.
 """
 import copy
 from math import inf
