@@ -53,7 +53,7 @@ SOURCES = {     # the names for --draft, and the flags that go with them
     "ngram": Source(later("support.drafts", "ngram"), "gamma rule"),
     "suffix": Source(later("support.drafts", "suffix"), "gamma rule"),
     **dict.fromkeys(flags.KINDS, COPY),
-    **dict.fromkeys(("kangaroo", "exit_block", "eagle", "medusa", "prophet"), HEADS),
+    **dict.fromkeys(("kangaroo", "exit_block", "eagle", "medusa", "prophet", "jump"), HEADS),
     # what a path can name
     "model": Source(later("support.drafts", "small_model"), "gamma draft-quant draft-vocab rule"),
     "heads": HEADS,

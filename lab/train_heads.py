@@ -1,4 +1,5 @@
-"""Train heads on a frozen model: Kangaroo, EAGLE, M2R2, Medusa, Hidden Transfer and prophets.
+"""Train heads on a frozen model: Kangaroo, EAGLE, jumps, M2R2, Medusa, Hidden
+Transfer and prophets.
 
     python -m lab.train_heads medusa --model DIR --out DIR/heads/medusa
 
@@ -35,6 +36,7 @@ from support.files import write_file
 from support.texts import read_texts
 
 EXIT = ("exit-layer", None, 0, 2**20, "after which block it reads (default: a sixth)")
+BLOCKS = ("blocks", 1, 1, 2**20, "how many (default: 1)")
 SHAPE = {  # the flags of each kind, as in train.add_numbers; a default of None depends on the model
     "kangaroo": [EXIT], "exit_block": [EXIT],
     "eagle": [("fused", 0, 0, 1,
@@ -46,7 +48,9 @@ SHAPE = {  # the flags of each kind, as in train.add_numbers; a default of None 
     "transfer": [("inject-layer", None, 0, 2**20, "after which block rows of future tokens begin "
                   "(default: half of them)"),
                  ("steps", 3, 1, 2**20, "rows for each token (default: 3)")],
-    "prophet": [("blocks", 1, 1, 2**20, "how many (default: 1)")]}
+    "prophet": [BLOCKS],
+    "jump": [("start", None, 0, 2**20, "the first block that it runs (default: after two thirds)"),
+             BLOCKS]}
 TEXT = (
     ("text", 1.5e5, 1.0, 1e30, "how many tokens it writes"),
     ("temperature", 0.5, 1e-30, 1e30, "at which it writes"),
@@ -97,7 +101,7 @@ def parse(argv):
 def fresh_head(a, model):
     """The head that the flags ask for, fresh."""
     L = model.c.n_layers
-    usual = {"exit_layer": max(1, L // 6), "inject_layer": L // 2}
+    usual = {"exit_layer": max(1, L // 6), "inject_layer": L // 2, "start": 2 * L // 3}
     given = {name: getattr(a, name)
              for name in (flag.replace("-", "_") for flag, *_ in SHAPE[a.kind])}
     shape = {name: usual[name] if value is None else value for name, value in given.items()}

@@ -9,6 +9,8 @@
                                                  token k places after the next
     Prophet     the final state, the next        the tokens after that, one     one block or two
                 token and its own drafts         by one
+    Jump        the token, the state in the      the next token                 a block or more,
+                middle of the model before it                                   two matrices
 
 All of them use the model's embedding, final norm and output head. A new kind is a file beside these
 and an entry in KINDS.
@@ -25,6 +27,7 @@ from checkpoint import guarded
 from machine.standin import alongside
 from methods.costs import Line, by_weights
 from methods.eagle import Eagle
+from methods.jump import Jump
 from methods.kangaroo import ExitBlock, Kangaroo
 from methods.medusa import Medusa
 from methods.prophet import Prophet
@@ -32,7 +35,7 @@ from methods.standin import VOCAB, ShortHead, read_vocab
 from model import Refused
 from support.files import replacing
 
-KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, Eagle, Medusa, Prophet)}
+KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, Eagle, Medusa, Prophet, Jump)}
 FILE = "heads.safetensors"
 FITS = attrgetter(     # of a model: its heads fit every other model of this shape
     "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "post_norm")

@@ -463,3 +463,24 @@ def explain_reading(side):
              (Line2D([], [], color="#606060", ls=":"), "a state passed on"),
              (Line2D([], [], color=HUES[1]), "predicts this token"))
     side.legend(*zip(*marks, strict=True), loc="center", frameon=False, fontsize=9)
+
+
+def draw_paths(paths, L):
+    """Notebook 9. Which blocks run for which token, a chart for each {title: (the blocks that a
+    drafted token runs, their hue, what it enters with)}. A column is a token, a row a block. What
+    it enters with is None for the embedding, or (from, to), the blocks above which the state of the
+    token before it is taken, and below which it goes on."""
+    figure, (sides,) = axes(1, len(paths), width=4.2, height=3.6)
+    for side, (title, (blocks, hue, jump)) in zip(sides, paths.items(), strict=True):
+        side.bar([-2, -1, 0], L, 0.7, color="#dce9f2")
+        for k in (1, 2, 3):
+            for i in blocks:
+                side.bar(k, 0.9, 0.7, bottom=i + 0.05, color=hue)
+            if jump:
+                start, end = jump
+                side.annotate("", (k - 0.3, end), (k - 0.65, start),
+                              arrowprops=dict(arrowstyle="->", color="#606060", ls=":", lw=1.5))
+        side.set_xticks(range(-2, 4), ["", "", "read", "D", "+1", "+2"])
+        side.set(title=title, ylim=(0, L), yticks=[0, L // 2, L])
+    sides[0].set_ylabel("block")
+    return figure

@@ -29,7 +29,7 @@ from layerskip import SelfDraft, without
 from machine.quant import quantise
 from machine.recorded import Recorded
 from methods import heads
-from methods.heads import Eagle, ExitBlock, Kangaroo, Medusa, Prophet
+from methods.heads import Eagle, ExitBlock, Jump, Kangaroo, Medusa, Prophet
 from methods.lookup import NGram
 from methods.trees import Siblings
 from sampling import Coins
@@ -52,26 +52,31 @@ DRAFTERS = {
     "exit block, siblings": lambda m: Siblings(wild(ExitBlock(m, 3)).drafter(3), [3, 1]),
     "eagle": lambda m: wild(Eagle(m)).drafter(Unsure(5)),
     "eagle, siblings": lambda m: Siblings(wild(Eagle(m, fused=True)).drafter(3), [3, 1]),
+    "jump": lambda m: wild(Jump(m, 3)).drafter(Unsure(5)),
+    "jump, siblings": lambda m: Siblings(wild(Jump(m, 1, 2)).drafter(3), [3, 1]),
     "medusa, tree": lambda m: wild(Medusa(m, 4, markov=3)).drafter(4, GROVE),
     "medusa, uneven tree": lambda m: wild(Medusa(m, 3)).drafter(
         Says(lambda state: [3, 1, 2, 3][: len(state.known)]), [0, 0, 0, 1, 1, 3, 4, 4]),
     "in turns": lambda m: Turns(
         wild(Kangaroo(m, 2)).drafter(3), SelfDraft(m, without(6, [3], [4]), 2), NGram(3, 1),
         wild(Medusa(m, 3)).drafter(3), Siblings(SelfDraft(m, range(8), 3), [3, 2]),
-        wild(Eagle(m)).drafter(3), wild(Prophet(m, 1)).drafter(2))}
-ENDS = ["eagle", "medusa, uneven tree", "in turns"]
+        wild(Eagle(m)).drafter(3), wild(Prophet(m, 1)).drafter(2), wild(Jump(m, 2)).drafter(3))}
+ENDS = ["eagle", "jump", "medusa, uneven tree", "in turns"]
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])
-test_poison = promises.poison(DRAFTERS, ["kangaroo", "eagle"])
+test_poison = promises.poison(DRAFTERS, ["kangaroo", "eagle", "jump"])
 test_context_limit = promises.context_limit(DRAFTERS, ENDS)
 test_end_of_text = promises.end_of_text(DRAFTERS, ENDS, range(0, 12, 5))
 test_one_wait_a_round = promises.one_wait_a_round(
-    DRAFTERS, ["exit block, siblings", "eagle, siblings", "medusa, tree", "in turns"])
+    DRAFTERS, ["exit block, siblings", "eagle, siblings", "jump, siblings", "medusa, tree",
+               "in turns"])
 test_proposing_again = promises.proposing_again(
     DRAFTERS | {"prophet": lambda m: wild(Prophet(m, 1)).drafter(2)},
-    ["kangaroo", "eagle", "medusa, tree", "eagle, siblings", "prophet"])
+    ["kangaroo", "eagle", "jump", "medusa, tree", "eagle, siblings", "prophet"])
 test_exact_law = promises.exact_law({
     "kangaroo": (TINY, lambda m: wild(Kangaroo(m, 1)).drafter(Unsure(2))),
     "gemma2 eagle": (TINY_GEMMA, lambda m: wild(Eagle(m)).drafter(2)),
+    "jump": (TINY, lambda m: wild(Jump(m, 1)).drafter(Unsure(2))),
+    "gemma2 jump": (TINY_GEMMA, lambda m: wild(Jump(m, 1)).drafter(2)),
     "medusa, tree": (TINY, lambda m: wild(Medusa(m, 2, 2)).drafter(2, [0, 0, 1])),
 })
 
@@ -122,6 +127,12 @@ def with_tail(m, head, far):
                 ModelDraft(m, 2))
 
 
+def jump(m, start, blocks=1):
+    head = Jump(m, start, blocks)
+    head.reach = 4
+    return head
+
+
 def both_ways(kinds):
     """Also after refusals, accepted siblings, and rounds without a draft or of another drafter."""
     return {f"{name}-{way.__name__}": lambda m, far, name=name, way=way: way(m, kinds[name](m), far)
@@ -135,7 +146,9 @@ def eagle(m, fused=False):
 
 
 HEADS = {"kangaroo": lambda m: Kangaroo(m, 2), "exit block": lambda m: ExitBlock(m, 3),
-         "eagle": eagle, "eagle, fused": lambda m: eagle(m, True), "medusa": lambda m: Medusa(m, 4),
+         "eagle": eagle, "eagle, fused": lambda m: eagle(m, True),
+         "jump": lambda m: jump(m, 3), "jump, two blocks": lambda m: jump(m, 1, 2),
+         "medusa": lambda m: Medusa(m, 4),
          "medusa, markov": lambda m: Medusa(m, 4, markov=3)}
 test_drafts_are_what_training_sees = promises.right_drafts(both_ways(HEADS))
 

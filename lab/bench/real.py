@@ -70,7 +70,7 @@ COLUMNS = {"tokens/s": "{tokens_per_second:.1f}", "ratio to plain": "{ratio:.2f}
            "of the best fixed draft": "{share:.2f}",
            "by the formula": "{predicted:.2f}", "tau": "{tau:.2f}", "alpha": "{alpha:.2f}",
            "by place": "{places}", "of tested": "{tested:.2f}", "bytes": "{bytes:.2f}",
-           "c": "{c:.3f}", "block": "{block:.2f}"}     # docs/names.md defines them
+           "by bytes": "{weights:.2f}", "c": "{c:.3f}", "block": "{block:.2f}"}     # docs/names.md defines them
 
 
 @torch.no_grad()
@@ -268,6 +268,10 @@ def promised(model, plan, r):
         subs = drafter.sublayers or range(2 * drafter.model.c.n_layers)
         read = machine.draft(subs, drafter.model.share).start * machine.unit
         found["bytes"] = read / by_bytes(model).unit
+    elif hasattr(drafter, "head"):
+        found["bytes"] = heads.drafting(drafter.head, by_bytes(model)).start
+    if found.get("bytes"):
+        found["weights"] = r["tau"] / (1 + how.gamma * found["bytes"])
     return found
 
 

@@ -19,7 +19,7 @@ from speculative import generate, rounds
 FLAGS = dict(context=24, batch=8, tokens=1.6e4, text=4000, lr=0.01, warmup=3, temperature=0.9,
              device="cpu")
 KINDS = {"kangaroo": "--exit-layer 2", "m2r2": "--exit-layer 2", "prophet": "", "eagle": "",
-         "medusa": "--heads 2", "transfer": "--inject-layer 3 --steps 2"}
+         "medusa": "--heads 2", "jump": "--start 3", "transfer": "--inject-layer 3 --steps 2"}
 call = command(train_heads.main)
 
 
