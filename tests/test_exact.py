@@ -17,7 +17,7 @@ from machine.recorded import Recorded, Session
 from machine.standin import StandIn
 from machine.tapes import simulated
 from methods.block import verify_block
-from methods.heads import Eagle, Kangaroo
+from methods.heads import Eagle, Jump, Kangaroo
 from methods.lookup import NGram, Suffix
 from methods.trees import Siblings
 from sampling import to_probs
@@ -31,7 +31,7 @@ WAYS = {"exit": lambda m: SelfDraft(m, range(8), 3),
         "suffix": lambda m: Suffix(5), "stopped": lambda m: SelfDraft(m, range(8), Unsure(5)),
         "model": lambda m: ModelDraft(small(m).to(m.tok.dtype), 3),
         "eagle": lambda m: Eagle(m).drafter(3),
-        "kangaroo": lambda m: Kangaroo(m, 2).drafter(3),
+        "kangaroo": lambda m: Kangaroo(m, 2).drafter(3), "jump": lambda m: Jump(m, 3).drafter(3),
         "int4": lambda m: SelfDraft(quantise(m, "int4", head="int4"), range(12), 3)}
 SEEDS = [3, 1, 4, 1]
 

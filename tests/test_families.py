@@ -12,7 +12,7 @@ from machine.few import FewRows
 from machine.quant import quantise
 from machine.recorded import Recorded
 from machine.standin import bare
-from methods.heads import Eagle, Kangaroo, Medusa
+from methods.heads import Eagle, Jump, Kangaroo, Medusa
 from methods.lookup import NGram
 from methods.trees import Siblings
 from speculative import generate
@@ -24,6 +24,7 @@ DRAFTERS = {
     "model": lambda m: ModelDraft(small(m), 3),
     "n-gram": lambda m: NGram(4, 1),
     "kangaroo": lambda m: wild(Kangaroo(m, 2)).drafter(3),
+    "jump": lambda m: wild(Jump(m, 3)).drafter(3),
     "eagle": lambda m: wild(Eagle(m, fused=True)).drafter(3),
     "medusa, tree": lambda m: wild(Medusa(m, 3)).drafter(3, [0, 0, 1, 1, 2, 3])}
 WAYS = {

@@ -14,7 +14,7 @@ from layerskip import SelfDraft
 from machine.recorded import Recorded, Session
 from machine.tapes import joined, simulated, whole
 from methods.block import verify_block
-from methods.heads import Eagle, Kangaroo, Medusa
+from methods.heads import Eagle, Jump, Kangaroo, Medusa
 from methods.lookup import NGram, Suffix
 from methods.trees import Siblings
 from sampling import Coins, to_probs, uniforms
@@ -29,6 +29,7 @@ WAYS = {"plain": lambda m: None, "exit": lambda m: SelfDraft(m, range(8), 3),
         "suffix": lambda m: Suffix(5), "stop": lambda m: SelfDraft(m, range(8), Confidence(0.3, 4)),
         "siblings": lambda m: Siblings(SelfDraft(m, range(8), 3), [2, 1]),
         "eagle": lambda m: Eagle(m).drafter(3), "kangaroo": lambda m: Kangaroo(m, 2).drafter(3),
+        "jump": lambda m: Jump(m, 3).drafter(3),
         "medusa, tree": lambda m: Medusa(m, 3).drafter(3, [0, 0, 1, 3])}
 on_cuda = pytest.mark.parametrize("device", ["cuda"])
 test_greedy_identity = promises.greedy_identity(WAYS, on=["cuda"])

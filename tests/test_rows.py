@@ -16,7 +16,7 @@ from layerskip import SelfDraft
 from machine import rows
 from machine.few import FewRows
 from machine.quant import Int4, Int8, quantise
-from methods.heads import Eagle, Kangaroo
+from methods.heads import Eagle, Jump, Kangaroo
 from methods.standin import ShortHead
 from methods.trees import Siblings
 from model import Placement
@@ -212,7 +212,8 @@ DRAFTERS = {    # for others see test_exact.py
     "int8": lambda m: SelfDraft(rough(m, "int8"), range(12), 3),
     "int4, short": lambda m: SelfDraft(ShortHead(rough(m, "int4"), [3, 5, 9]), range(12), 3),
     "eagle, tree": lambda m: Siblings(fitted(Eagle(m), m).drafter(3), [2, 1]),
-    "kangaroo": lambda m: fitted(Kangaroo(m, 2), m).drafter(3)}
+    "kangaroo": lambda m: fitted(Kangaroo(m, 2), m).drafter(3),
+    "jump": lambda m: fitted(Jump(m, 3), m).drafter(3)}
 
 
 def fitted(head, model):

@@ -70,7 +70,8 @@ COLUMNS = {"tokens/s": "{tokens_per_second:.1f}", "ratio to plain": "{ratio:.2f}
            "of the best fixed draft": "{share:.2f}",
            "by the formula": "{predicted:.2f}", "tau": "{tau:.2f}", "alpha": "{alpha:.2f}",
            "by place": "{places}", "of tested": "{tested:.2f}", "bytes": "{bytes:.2f}",
-           "by bytes": "{weights:.2f}", "c": "{c:.3f}", "block": "{block:.2f}"}     # docs/names.md defines them
+           "by bytes": "{weights:.2f}", "c": "{c:.3f}",
+           "block": "{block:.2f}"}      # docs/names.md defines them
 
 
 @torch.no_grad()
