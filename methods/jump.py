@@ -1,4 +1,4 @@
-"""Jump drafting (the package economize 0.3.2) begins a draft in the middle of the model."""
+"""Jump drafting (the package economize 0.3.2): a draft begins in the middle of the model."""
 import copy
 import math
 
@@ -12,33 +12,32 @@ from model import Placement, Refused
 
 
 class Jump(Head):
-    """A token's state before block `start` is predicted: from its embedding, and from what the
-    state of the token before it was after the last of `blocks` blocks. Copies of these blocks run
-    on it, and a second matrix leads to the model's output head.
+    """A matrix predicts a token's state before block `start`, from its embedding and from the state
+    of the token before it after the last of `blocks` blocks. Copies of these blocks run on it, and
+    a second matrix leads to the model's output head.
 
-        block          read    D      d1
-        the rest       exact   -      -
-        the copies     exact . runs . runs      a dot is a matrix, which reads what is left of it
-        before them    exact   -      -
+        blocks         read    D        d1
+        after them     exact   -        -
+        the copies     exact . predicted . predicted      (a dot is the first matrix)
+        before them    exact   -        -
 
-    The copies learn, but need no cache of their own. They read what the model's own blocks wrote
-    for the text, and write beside it what they make of the draft, which the target overwrites. So
-    they never have to read the text.
+    The copies learn, but need no cache of their own. They read the keys and values of the model's
+    own blocks, and write beside them those of the draft, which the target overwrites. So there is
+    no text to catch up with.
 
-    It is trained on `reach` tokens in a row, each of which reads the state that the one before it
-    predicted. Both matrices start at zero. Raises ValueError for blocks that the model does not
-    have.
+    It is trained on `reach` tokens in a row, each of which reads the state predicted for the one
+    before it. Both matrices start at zero. Raises ValueError for blocks that do not exist.
     """
     kind = "jump"
     reads = True
-    reach = 3   # steps that it is trained on; more can be evaluated
+    reach = 3
 
     def __init__(self, model, start, blocks=1):
         last = model.c.n_layers - blocks
         dim = model.c.dim
         if not 0 <= start <= last:
-            raise Refused(f"with {blocks} blocks a jump must land before block 0 to {last}, got "
-                          f"{start}")
+            raise Refused(f"a jump over {start} blocks does not land before {blocks} more of "
+                          f"{model.c.n_layers}")
         self.model = model
         self.shape = {"start": start, "blocks": blocks}
         self.layers = slice(start, start + blocks)
@@ -49,23 +48,21 @@ class Jump(Head):
         self.weights.matrix = nn.Parameter(model.tok.new_zeros(dim, 2 * dim))
         self.weights.readout = nn.Parameter(model.tok.new_zeros(dim, dim))
 
-    def join(self, tokens, before):
-        """What enters the copies, by tokens (B, T) and the state of the one before each
-        (B, T, dim). (B, T, dim)"""
+    def part(self, cache):
+        """The target's cache at the copied blocks, in the same memory."""
+        part = copy.copy(cache)
+        part.use(cache.k[self.layers], cache.v[self.layers])
+        return part
+
+    def land(self, tokens, before):
+        """What enters the copies, by tokens and the states before them. (B, T, dim)"""
         x = self.own.embed(tokens)
         return x + F.linear(torch.cat([unit(before), unit(x)], -1), self.weights.matrix)
 
     def read_out(self, x):
-        """The raw logits (B, T, V) by what leaves the copies (B, T, dim)."""
+        """Raw logits (B, T, V) by what leaves the copies (B, T, dim)."""
         x = unit(x)
         return self.own.unembed(x + F.linear(x, self.weights.readout))
-
-    def part(self, cache):
-        """The part of the target's cache in which the copies read and write. It has no memory of
-        its own."""
-        part = copy.copy(cache)
-        part.use(cache.k[self.layers], cache.v[self.layers])
-        return part
 
     def predict(self, tokens, trace, cache):
         T = tokens.shape[1]
@@ -75,11 +72,11 @@ class Jump(Head):
         keys = Steps(self.part(cache))
         x = trace[self.taps[0]]
         for k in range(1, 1 + self.reach):
-            # the text up to where the draft began, and one key of each drafted token
+            # the text up to where the draft began, and a key of each step since then
             seen = [ones.tril(-k), *(ones.tril(d).triu(d) for d in range(1 - k, 1))]
-            mask = zeros.masked_fill(~torch.cat(seen, 1), -math.inf)    # (T, (k + 1) * T)
-            moved = F.pad(x, (0, 0, 1, 0))[:, :-1]      # the state of the token before each
-            x = self.own.run(self.join(tokens, moved), at, keys, masks={None: mask})
+            mask = zeros.masked_fill(~torch.cat(seen, 1), -math.inf)        # (T, (1+k) T)
+            before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+            x = self.own.run(self.land(tokens, before), at, keys, masks={None: mask})
             yield k, self.read_out(x[:, k:])
 
     def chains(self, rule):
@@ -87,22 +84,20 @@ class Jump(Head):
 
 
 class Steps:
-    """A cache for training, which holds the target's keys and values of a text, and behind them
-    those of each step."""
+    """A cache for training: the target's keys and values, and behind them those of each step."""
 
     def __init__(self, cache):
         self.layers = [[pair] for pair in cache.layers]
 
     def write(self, layer, k, v, at, start=0):
-        """`KVCache.write`, but to new slots."""
+        """As `KVCache.write`."""
         self.layers[layer].append((k, v))
         keys, values = zip(*self.layers[layer], strict=True)
         return torch.cat(keys, 2), torch.cat(values, 2)
 
 
 class JumpDraft(HeadDraft):
-    """The drafter of a Jump. Its first token reads the target's own state, later ones the state
-    that the token before them was given."""
+    """The drafter of a Jump. Its first token reads the target's exact state."""
 
     def begin(self, state, trace):
         super().begin(state, trace)
@@ -113,7 +108,7 @@ class JumpDraft(HeadDraft):
         self.before = self.notes.last(state)                                    # (B, 1, dim)
 
         def step(token, k):
-            x = head.join(token, self.before)
+            x = head.land(token, self.before)
             self.before = head.own.run(x, state.span(k, k + 1), self.cache)
             return head.read_out(self.before)                                   # (B, 1, V)
 
