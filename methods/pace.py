@@ -8,15 +8,15 @@ Guarantee: a round begins only if the balance covers what it costs with nothing 
 balance never falls below 0. Hence cost <= STAKE + (1 + RISK) x what plain decoding of the same
 tokens costs, however bad the drafts are.
 """
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
 from control import MOST
-from drafter import Drafter
+from drafter import Draft, Drafter
 from layerskip import same_model
 from methods.arms import Arm, Copies, candidates
-from methods.costs import Line, between, by_weights
+from methods.costs import Line, Watch, between, by_weights
 from methods.wrapper import Wrapper
 
 STAKE = 2.0     # passes that may be lost before anything is won
@@ -35,48 +35,6 @@ class Choice:
     reading: float = 0.0    # what the arm must read first in this round
     lasted: float = 0.0     # what the rounds with this arm have cost
     holds: float = 0.0      # what rounds may cost until the next choice
-
-
-class Watch:
-    """Corrects costs by the seconds of each round. An arm costs what the table says, times the
-    median of its last ratios of seconds to cost, relative to that of passes. So a machine that is
-    twice as slow changes nothing. Without a clock nothing is corrected."""
-    LAST = 9
-
-    def __init__(self, clock=None, unit=1.0):
-        self.clock = clock      # () -> seconds
-        self.unit = unit        # the seconds of a cost of 1.0, by the table
-        self.began = 0.0
-        self.taken = []         # [(thing, seconds by cost)] of this round
-        self.passes = deque(maxlen=self.LAST)       # the ratios of passes
-        self.ratios = {}        # {thing: its ratios to those}
-
-    def start(self):
-        if self.clock:
-            self.taken = []
-            self.began = self.clock()
-
-    def stop(self, thing, cost=1.0):
-        """This thing, an arm, "thinking" or "pass", took the seconds since the last `stop`."""
-        if self.clock:
-            now = self.clock()
-            self.taken.append((thing, max(0.0, now - self.began) / (cost * self.unit)))
-            self.began = now
-
-    def learn(self):
-        """Called after a round."""
-        self.passes += [ratio for thing, ratio in self.taken if thing == "pass"]
-        passes = max(middle(self.passes or [1.0]), 1e-9)
-        for thing, ratio in self.taken:
-            self.of(thing).append(ratio / passes)
-
-    def of(self, thing):
-        # the table's word counts as much as two measurements
-        told = 0.0 if thing == "thinking" else 1.0
-        return self.ratios.setdefault(thing, deque([told, told], self.LAST))
-
-    def ratio(self, thing):
-        return middle(self.of(thing))
 
 
 class Shortest:
@@ -138,6 +96,9 @@ class Pace(Wrapper):
     def propose(self, state):
         self.watch.start()
         self.decide(state)
+        if self.watch.due():
+            self.chosen[self.nothing.name] += 1
+            return Draft.none(state)
         arm = self.choice.arm
         most = len(self.choice.costs) - 1
         if arm in self.arms:
@@ -175,12 +136,13 @@ class Pace(Wrapper):
         """The Choice of an arm, with as many of these tokens as the balance covers if nothing is
         accepted."""
         plain = self.machine.verify(n)
+        wide = self.watch.ratio("wide")
         ratio = self.watch.ratio(arm)
         reading = ratio * arm.catch_up()
         spare = self.balance + plain - thinking - reading
         costs = [plain]
         for g in range(1, min(arm.longest, most) + 1):
-            cost = ratio * arm.cost(n, g) + plain * self.wide[1 + g]
+            cost = ratio * arm.cost(n, g) + plain * max(1.0, wide * self.wide[1 + g])
             if cost > spare:
                 break
             costs.append(cost)
@@ -220,8 +182,7 @@ class Pace(Wrapper):
         K = r.p.shape[1] - 1
         plain = choice.costs[0]
         if not state.n.is_cuda:
-            self.watch.stop("pass", plain * self.wide[1 + K])
-        self.watch.learn()
+            self.watch.passed(plain * self.wide[1 + K], K == 0)
         cost = choice.costs[K] + choice.thinking + choice.reading * (K > 0)
         self.balance += (1 + RISK) * self.shortest.gain(r.new) * plain - cost
         choice.lasted += cost
@@ -235,13 +196,14 @@ class Pace(Wrapper):
         are accepted, what each costs, and what its best draft therefore writes for what a pass
         takes, where plain decoding writes 1."""
         said = []
+        wide = self.watch.ratio("wide")
         for arm in self.arms:
             if not self.chosen[arm.name]:
                 continue
             alpha = arm.drafter.rule.acceptance.mean()
             ratio = self.watch.ratio(arm)
-            costs = [ratio * arm.cost(0, g) * (g > 0) + self.wide[1 + g]
-                     for g in range(1 + min(arm.longest, self.most))]
+            costs = [1.0] + [ratio * arm.cost(0, g) + max(1.0, wide * self.wide[1 + g])
+                             for g in range(1, 1 + min(arm.longest, self.most))]
             speed, _ = promise(costs, alpha)
             said.append(f"{arm.name} {self.chosen[arm.name]} ({alpha:.0%} accepted, "
                         f"cost {ratio * arm.each.start:.2f}, promise {speed:.2f})")
@@ -269,8 +231,3 @@ def promise(costs, alpha):
             best = tokens / cost
             length = g
     return best, length
-
-
-def middle(numbers):
-    """The median, or the larger of the two in the middle."""
-    return sorted(numbers)[len(numbers) // 2]

@@ -164,14 +164,15 @@ class Hours:
 
 
 class Dear(StandIn):
-    """A model whose passes take one second for each block of tokens."""
+    """A model whose passes take one second, and those over several tokens `wide` seconds."""
 
-    def __init__(self, model, clock):
+    def __init__(self, model, clock, wide=1.0):
         super().__init__(model)
         self.clock = clock
+        self.wide = wide
 
     def run(self, x, at, cache=None, *rest):
-        self.clock.add(1.0)
+        self.clock.add(1.0 if x.shape[1] == 1 else self.wide)
         return self.model.run(x, at, cache, *rest)
 
 
@@ -210,6 +211,20 @@ def test_by_the_clock_a_wrong_price_is_soon_right(told, true, right):
         assert clock.now - start <= STAKE + (1 + RISK) * written + lessons + 1e-9
     if right:
         assert clock.now - start < (0.75 if true < 0.5 else 1.03) * written
+
+
+@pytest.mark.parametrize("true", [1.1, 2.0])
+def test_blocks_that_are_dearer_than_the_table_says(true):
+    """Every draft is right, and a block of two takes twice a pass where the table says 1.1: it
+    stops to draft, where plain decoding is as good, and writes no less."""
+    clock = Hours()
+    machine = replace(EVEN, wide=((1, 1.0), (2, 1.1)))
+    late = Late(TARGET, clock, 0.1)
+    pace = Pace(TARGET, [Arm("late", late, Line(0.1), longest=1)], machine, clock=clock)
+    pace.copies.drafter.best = lambda *_: (0.0, 0, [])
+    generate(Dear(TARGET, clock, true), PROMPTS[:1], 200, pace)
+    assert clock.now < (0.65 if true == 1.1 else 1.03) * 200
+    assert (sum(late.rounds) > 90) == (true == 1.1)
 
 
 def test_a_slower_machine_changes_nothing():
@@ -261,7 +276,8 @@ def test_a_choice_holds_for_several_rounds(name, prior, price):
 
         pace.copies.drafter.best = best
         _, passes = generate(m, PROMPTS[:1], 44, pace)
-        assert passes == (44 if name == "nothing" else 22) and pace.chosen[name] >= passes - 1
+        plain = 44 if name == "nothing" else 2      # the third and the nineteenth, by the clock
+        assert passes == (44 + plain) / 2 and pace.chosen[name] >= passes - 2
         assert len(awake) == passes if thinking == 0 else 4 <= len(awake) <= 8
         assert pace.choice.holds <= thinking / OVERHEAD
 
