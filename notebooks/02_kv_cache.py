@@ -120,9 +120,39 @@ figure
 
 # %% [markdown]
 # Without a cache, the time per token grows with the length, and the work for a whole text with its
-# square. With a cache, one more token costs nearly the same everywhere. Most of that time goes into
-# work that does not depend on the length, such as reading the weights. (On a GPU the upper curve
-# starts out flatter, because a short text does not fill it.)
+# square. With a cache, most of the time for one more token goes into work that does not depend on
+# the length, such as reading the weights. (On a GPU the upper curve starts out flatter, because a
+# short text does not fill it.)
+#
+# ## Several tokens in one pass
+#
+# A pass over several tokens reads the weights once, as a pass over one does. The whole course rests
+# on how much longer it takes: a pass that checks a draft is a pass over several tokens.
+#
+# **Predict:** how much longer does a pass over 4 tokens take than a pass over one? And over 32?
+
+# %%
+widths = 1, 2, 4, 8, 16, 32
+n = 64
+blocks = {T: lambda T=T: model.unembed(
+    model.run(model.embed(line[:, n : n + T]), Placement.span(n, n + T, device), full))
+    for T in widths}
+taken = interleave(blocks, repeats=15)
+relative = {T: taken[T] / taken[1] for T in widths}
+print(", ".join(f"{T} tokens {relative[T]:.2f}" for T in widths))
+
+# %% jupyter={"source_hidden": true}
+figure, ((side,),) = plots.axes(1, 1, width=6)
+plots.curves(side, widths, {"measured here": [*relative.values()], "T tokens cost T": widths},
+             xlabel="tokens in a pass", ylabel="time, relative to one token", ylim=(0, 12),
+             title="what a block costs")
+figure
+
+# %% [markdown]
+# A pass over several tokens costs far less than as many passes over one. How much more than a
+# single one depends on the machine and on the model: [notebook 12](12_close_to_the_machine.ipynb)
+# shows why, and [BENCHMARKS](../lab/BENCHMARKS.md#fast-passes) measures it on an idle machine,
+# where a block of four tokens of a large model costs hardly more than one.
 #
 # ## The cache as a row of slots
 #
@@ -147,10 +177,11 @@ later = names[7]
 wrong = [("blue?", "dead"), ("sky?", "dead")]
 block = [(t, "new") for t in (names[4], good + "?", "blue?", "sky?")]
 more = [(other, "new"), (later + "?", "new")]
-plots.draw_slots([("all but the last token of the prompt", past[:4]),
-                  ("the block: the last token, 3 drafted", past[:4] + block),
-                  ("1 accepted, 1 rejected, 1 not tested", past + [(good, "known")] + wrong),
-                  ("the next block overwrites them", past + [(good, "known")] + more)], size=10)
+picture = [("all but the last token of the prompt", past[:4]),
+           ("the block: the last token, 3 drafted", past[:4] + block),
+           ("1 accepted, 1 rejected, 1 not tested", past + [(good, "known")] + wrong),
+           ("the next block overwrites them", past + [(good, "known")] + more)]
+plots.draw_slots(picture, [len(prompt) - 5] * 4, size=10)
 
 # %% [markdown]
 # Nothing was deleted. The next block begins at the first dead slot and overwrites it. Dead slots
@@ -245,15 +276,17 @@ for p, out in zip(prompts, together, strict=True):
 
 # %% jupyter={"source_hidden": true}
 rows = []
+firsts = []
 for p, out, accepted in zip(prompts, together, (3, 1), strict=True):
     known = [(tokenizer.decode([t])[:7] or "start", "known") for t in p][-6:]
+    firsts += 2 * [max(0, len(p) - 6)]
     text = [tokenizer.decode([t])[:7] for t in out]
     known += [(t, "known") for t in text[:accepted]]
     dead = [("sky?", "dead"), ("blue?", "dead")][: 3 - accepted]
     block = [text[accepted], *(t + "?" for t in text[accepted + 1 : accepted + 3])]
     rows += [(f"{accepted} of 3 accepted", known + dead),
              ("the next block", known + [(t, "new") for t in block])]
-plots.draw_slots(rows)
+plots.draw_slots(rows, firsts)
 
 # %% [markdown]
 # ## The usual cache, and the bug that comes with it
@@ -306,7 +339,10 @@ for name, p in (("truncated", right), ("forgotten", forgot)):
 
 # %% [markdown]
 # There is no error, only a different distribution: the model reads a token that is not in the text.
-# The output still looks reasonable, which makes the bug hard to find. A batch makes it worse:
+# The output still looks reasonable, which makes the bug hard to find. (With two tokens there would
+# be an error, because our mask is made from positions, and its width is not that of the cache. A
+# mask made from the length of the cache fits at any length, and the bug stays silent.) A batch
+# makes it worse:
 # `truncate` cuts all rows at the same length, but each row needs its own. A cache without a length
 # can have neither bug.
 #

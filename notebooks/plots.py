@@ -45,7 +45,8 @@ def bars(side, names, values, hue=HUES[0], shift=0.0, width=0.8, **rest):
 
 def word(tokenizer, token):
     """A token's text as a label: without spaces, and with a sign where nothing would be seen."""
-    return tokenizer.decode([token]).translate(SIGNS).strip() or "\u2423"
+    text = tokenizer.decode([token]).replace("\n", "\u21b5")
+    return text.translate(SIGNS).strip() or "\u2423"
 
 
 def draw_updates(lengths, updates):
@@ -102,7 +103,9 @@ def draw_lens(said, sure, depths, after, tokenizer):
     probability, `after` the names of the T tokens read. Where the last depth says the same token,
     it is bold."""
     figure, ((side,),) = axes(1, 1, width=10, height=0.8 + 0.32 * len(said))
-    side.imshow(sure, origin="lower", aspect="auto", cmap="Blues", vmin=0, vmax=2)
+    image = side.imshow(sure, origin="lower", aspect="auto", cmap="Blues", vmin=0, vmax=2)
+    figure.colorbar(image, ax=side, boundaries=[k / 50 for k in range(51)], ticks=[0, 0.5, 1],
+                    label="probability", fraction=0.03, pad=0.01)
     for y, row in enumerate(said.tolist()):
         for t, token in enumerate(row):
             same = token == said[-1, t]
@@ -134,16 +137,19 @@ FILL = {"known": ("#0072b240", None), "new": ("#009e7360", None), "dead": ("#808
         "empty": ("none", None)}
 
 
-def draw_slots(rows, size=12):
-    """Notebook 2. Rows (label, [(text, kind), ...]) from top to bottom. A kind is a key of FILL."""
-    figure, ((side,),) = axes(1, 1, width=10, height=0.62 * len(rows) + 0.3)
-    for y, (label, slots) in enumerate(rows):
+def draw_slots(rows, firsts, size=12):
+    """Notebook 2. Rows (label, [(text, kind), ...]) from top to bottom, each from another slot on.
+    A kind is a key of FILL."""
+    figure, ((side,),) = axes(1, 1, width=10, height=0.72 * len(rows) + 0.3)
+    for y, ((label, slots), first) in enumerate(zip(rows, firsts, strict=True)):
         for x, (text, kind) in enumerate(slots + [("", "empty")] * (size - len(slots))):
             fill, hatch = FILL[kind]
             side.add_patch(Rectangle((x, y), 0.94, 0.8, fc=fill, ec="#808080", hatch=hatch, lw=0.8))
             box = dict(fc="white", ec="none", alpha=0.8, pad=1) if hatch else None
             side.text(x + 0.47, y + 0.4, text.strip(), ha="center", va="center", fontsize=9,
                       parse_math=False, bbox=box)
+            side.text(x + 0.47, y + 0.89, first + x, ha="center", va="center", fontsize=6.5,
+                      color="#606060")
         side.text(-0.2, y + 0.4, label, ha="right", va="center", fontsize=10)
     side.set(xlim=(0, size), ylim=(len(rows), -0.1), xticks=[], yticks=[])
     side.spines[:].set_visible(False)
@@ -156,12 +162,14 @@ def draw_masks(cases):
     for side, (name, mask) in zip(sides, cases.items(), strict=True):
         slots = mask.shape[2]
         side.imshow(mask[0], cmap="Greys", vmin=0, vmax=1.3)
-        side.set_xticks([x - 0.5 for x in range(slots + 1)], [""] * (slots + 1))
+        side.set_xticks(range(slots), range(slots), fontsize=8)
+        side.set_xticks([x - 0.5 for x in range(slots + 1)], minor=True)
+        side.tick_params(axis="x", which="minor", length=0)
         tokens = range(mask.shape[1])
         side.set_yticks(tokens, [f"token {i}" for i in tokens], fontsize=9)
-        side.grid(axis="x", color="#c0c0c0", lw=0.5)
+        side.grid(axis="x", which="minor", color="#c0c0c0", lw=0.5)
         side.set_title(name, fontsize=11)
-        side.set_xlabel(f"slots 0 to {slots - 1}", fontsize=10)
+        side.set_xlabel("slot", fontsize=10)
     return figure
 
 
