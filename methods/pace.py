@@ -139,7 +139,7 @@ class Pace(Wrapper):
         wide = self.watch.ratio("wide")
         ratio = self.watch.ratio(arm)
         reading = ratio * arm.catch_up()
-        spare = self.balance + plain - thinking - reading
+        spare = self.allowed(arm, n) + plain - thinking - reading
         costs = [plain]
         for g in range(1, min(arm.longest, most) + 1):
             cost = ratio * arm.cost(n, g) + plain * max(1.0, wide * self.wide[1 + g])
@@ -147,6 +147,18 @@ class Pace(Wrapper):
                 break
             costs.append(cost)
         return Choice(arm, costs, thinking, reading)
+
+    def allowed(self, arm, n):
+        """What a draft of this arm may lose. It leaves enough for one token of each arm that has
+        not drafted yet, and an arm that has lost its share of the stake waits. Else the first one
+        could lose all of it, and no other would be tried."""
+        if arm not in self.arms:
+            return self.balance
+        if arm.lost > STAKE / len(self.arms):
+            return 0.0
+        waiting = [other for other in self.arms if other is not arm and not self.chosen[other.name]]
+        further = self.machine.verify(n, 2) - self.machine.verify(n)
+        return self.balance - sum(other.cost(n, 1) + further for other in waiting)
 
     def choose(self, n, room, thinking):
         """The Choice that promises most, if that is more than MARGIN above plain decoding. What an
@@ -184,10 +196,13 @@ class Pace(Wrapper):
         if not state.n.is_cuda:
             self.watch.passed(plain * self.wide[1 + K], K == 0)
         cost = choice.costs[K] + choice.thinking + choice.reading * (K > 0)
-        self.balance += (1 + RISK) * self.shortest.gain(r.new) * plain - cost
+        won = self.shortest.gain(r.new) * plain
+        self.balance += (1 + RISK) * won - cost
+        choice.arm.lost += cost - won
         choice.lasted += cost
         choice.holds -= cost
         for arm in self.arms:
+            arm.lost -= RISK * won
             arm.drafter.observe(state, r)
         self.copies.learn(r.new)
 

@@ -340,6 +340,21 @@ def test_it_changes_to_what_is_better_and_remembers():
     assert pace.chosen["wrong"] - before["wrong"] <= 1
 
 
+@pytest.mark.parametrize("price", [0.1, 0.3])
+def test_each_arm_is_tried_within_the_stake(price):
+    """One that promises more is wrong throughout: the other still has its first draft, of four
+    tokens if nothing was lost, and then drafts to the end."""
+    arms = [Arm(name, ModelDraft(model, never_stops(0.9)), Line(each))
+            for name, model, each in (("wrong", make(TARGET.c, 1), price), ("right", TARGET, 0.4))]
+    pace = Pace(TARGET, arms, EVEN)
+    pace.copies.drafter.best = lambda *_: (0.0, 0, [])
+    _, passes = generate(TARGET, PROMPTS[:1], 48, pace)
+    assert pace.chosen["wrong"] < 8 and passes < 24 and pace.balance > 0
+    first = Pace(TARGET, arms[1:], EVEN)
+    _, r = next(rounds(TARGET, PROMPTS[:1], 48, first))
+    assert r.draft.tokens.shape[1] >= 4
+
+
 def test_what_would_have_been_copied():
     """By the length that matched: one token; two and three, 2 of 3 and then 2 of 2."""
     copies = Copies()
