@@ -29,7 +29,7 @@ def config(given, eos):
 
 def architecture(family):
     """The name of a family's class in `transformers`."""
-    return f"{family.title()}ForCausalLM"
+    return f"{family.removesuffix('_text').title()}ForCausalLM"
 
 
 # --- one function per family, which returns fields of Config
@@ -41,19 +41,39 @@ def llama(given):
     return common(given) | {"act": act(given, "hidden_act", "silu")}
 
 
-def gemma2(given):
+def gemma(given, max_len, global_every, caps=(None, None)):
     off(given, "attention_bias")
-    alternate(given, "sliding_attention", "full_attention")
-    fields = common(given, kv_heads=4, head_dim=256, tied=True, max_len=8192)
+    alternate(given, *["sliding_attention"] * (global_every - 1), "full_attention")
+    fields = common(given, kv_heads=4, head_dim=256, tied=True, max_len=max_len)
     return fields | {
         "act": act(given, "hidden_activation", "gelu_pytorch_tanh"),
         "norm_offset": 1.0,
         "embed_scale": fields["dim"] ** 0.5,
         "post_norm": True,
         "query_scale": number(given, "query_pre_attn_scalar", 256) ** -0.5,
-        "attn_softcap": number(given, "attn_logit_softcapping", 50.0, null=True),
-        "final_softcap": number(given, "final_logit_softcapping", 30.0, null=True),
-        "window": number({"sliding_window": 4096} | given, "sliding_window")}
+        "attn_softcap": number(given, "attn_logit_softcapping", caps[0], null=True),
+        "final_softcap": number(given, "final_logit_softcapping", caps[1], null=True),
+        "window": number({"sliding_window": 4096} | given, "sliding_window"),
+        "global_every": global_every}
+
+
+def gemma2(given):
+    return gemma(given, 8192, 2, (50.0, 30.0))
+
+
+def gemma3_text(given):
+    """Blocks with a window turn by a base of their own, without scaling. transformers 5 writes the
+    rotation of both kinds of blocks by name."""
+    kinds = given.get("rope_parameters") or {}
+    off(given, "attn_logit_softcapping")    # which transformers ignores here
+    own = {"rope_theta": given.get("rope_local_base_freq", 1e4)}
+    own |= kinds.get("sliding_attention") or {}
+    local_theta, scaling = rotation(own, None)
+    check(own, "rope_type", scaling is None)
+    given = {"rope_theta": 1e6} | given | {"rope_parameters": kinds.get("full_attention")}
+    every = number(given, "sliding_window_pattern", 6)
+    check(given, "sliding_window_pattern", type(every) is int)
+    return gemma(given, 131_072, every) | {"local_theta": local_theta, "qk_norm": True}
 
 
 def qwen(given, head_dim=None):
@@ -78,7 +98,8 @@ def qwen3(given):
     return qwen(given, head_dim=128) | {"qk_norm": True}
 
 
-FAMILIES = {"llama": llama, "gemma2": gemma2, "qwen2": qwen2, "qwen3": qwen3}
+FAMILIES = {"llama": llama, "gemma2": gemma2, "gemma3_text": gemma3_text, "qwen2": qwen2,
+            "qwen3": qwen3}
 
 
 def common(given, kv_heads=None, head_dim=None, tied=False, max_len=2048):

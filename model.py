@@ -1,4 +1,4 @@
-"""The whole forward pass of Llama, Gemma-2 and Qwen, written out in one file.
+"""The whole forward pass of Llama, Gemma and Qwen, written out in one file.
 
 The one thing to remember: a transformer is 2L residual updates x <- x + f_i(x), where f_2i is
 attention i and f_2i+1 is MLP i. `run` applies any subsequence of them, so a self-speculative draft
@@ -43,7 +43,7 @@ class Config:
     max_len: int = 2048                # context: prompt and answer together
     bos: int | None = None             # begin-of-text id, put before every prompt
     eos: tuple[int, ...] = ()          # any of these ends an answer
-    # --- Gemma-2
+    # --- Gemma-2 and Gemma-3
     act: str = "silu"                  # "silu" (SwiGLU) | "gelu" (GeGLU, tanh approximation)
     norm_offset: float = 0.0           # 1.0: RMSNorm multiplies by (1 + w)
     embed_scale: float = 1.0           # sqrt(dim): embeddings are scaled up
@@ -51,10 +51,21 @@ class Config:
     query_scale: float | None = None   # query_pre_attn_scalar ** -0.5 instead of head_dim ** -0.5
     attn_softcap: float | None = None  # 50: scores stay within (-50, 50)
     final_softcap: float | None = None  # 30: the same for logits
-    window: int | None = None          # blocks 0, 2, ... see the last `window` positions only
+    window: int | None = None          # most blocks see the last `window` positions only
+    global_every: int = 2              # but every second block (Gemma-3: sixth) sees all
+    local_theta: float | None = None   # Gemma-3: the rope_theta of the blocks with a window
     # --- Qwen
     qkv_bias: bool = False             # Qwen2: a bias on queries, keys and values
-    qk_norm: bool = False              # Qwen3: an RMSNorm of each query and key
+    qk_norm: bool = False              # Qwen3 and Gemma-3: an RMSNorm of each query and key
+
+    def window_of(self, layer):
+        """The window of block `layer`, or None where it sees the whole text.
+
+        >>> c = Config(9, 4, 6, 1, 1, 4, 5, window=512)
+        >>> [c.window_of(layer) for layer in range(6)]
+        [512, None, 512, None, 512, None]
+        """
+        return None if (layer + 1) % self.global_every == 0 else self.window
 
 
 # --- pure functions: what a porter ports first and a student writes
@@ -85,7 +96,8 @@ def frequencies(head_dim, theta, scaling=None, device=None):
 
 
 def rope(positions, freqs):
-    """cos and signed sin for `rotate`. positions (...), freqs (D/2,) -> two (..., D), float64."""
+    """cos and signed sin for `rotate`. positions (...), freqs (D/2,) -> two (..., D), float64.
+    The freqs of several bases, (N, 1, D/2), give one table for each."""
     angles = positions[..., None] * freqs                                   # (..., D/2)
     cos = angles.cos()
     sin = angles.sin()
@@ -243,10 +255,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Two sub-layers, each of them norm -> f, in Gemma-2 norm -> f -> norm.
+    """Two sub-layers, each of them norm -> f, in Gemma norm -> f -> norm.
 
-    trap: Hugging Face calls the norm *before* Llama's MLP `post_attention_layernorm`; in Gemma-2
-    the same name is a true post-norm.
+    trap: Hugging Face calls the norm *before* Llama's MLP `post_attention_layernorm`; in Gemma the
+    same name is a true post-norm.
     """
 
     def __init__(self, c):
@@ -293,19 +305,23 @@ class Transformer(nn.Module):
         return w.dtype if w.is_cuda else torch.promote_types(w.dtype, torch.float32)
 
     def angles(self, end):
-        """The tables (N, D) of cos and sin for N positions, of which there are at least `end`. They
-        have attention's dtype and the weights' device, and double when `end` outgrows them, so that
-        a short prompt does not pay for a long context."""
+        """The tables of cos and sin for N positions, of which there are at least `end`, as two
+        (1 or 2, N, D). The first is for blocks that see the whole text, the last for those with a
+        window. They have attention's dtype and the weights' device, and double when `end` outgrows
+        them, so that a short prompt does not pay for a long context."""
         c = self.c
         t = self.table
         dtype = self.attention_dtype()
         device = self.tok.device
-        if t is None or t[0].dtype != dtype or t[0].device != device or t[0].shape[0] < end:
+        if t is None or t[0].dtype != dtype or t[0].device != device or t[0].shape[1] < end:
             count = max(256, 1 << (end - 1).bit_length())
             with torch.inference_mode(False):  # trap: training cannot use tensors made in that mode
-                freqs = frequencies(c.head_dim, c.rope_theta, c.rope_scaling, device)
+                freqs = [frequencies(c.head_dim, c.rope_theta, c.rope_scaling, device)]
+                if c.local_theta is not None:
+                    freqs.append(frequencies(c.head_dim, c.local_theta, device=device))
                 positions = torch.arange(count, device=device, dtype=torch.float64)
-                self.table = [part.to(dtype) for part in rope(positions, freqs)]    # (N, D)
+                turns = rope(positions, torch.stack(freqs)[:, None])        # (1 or 2, N, D) each
+                self.table = [part.to(dtype) for part in turns]
         return self.table
 
     def run(self, x: torch.Tensor, at: Placement, cache=None,
@@ -324,8 +340,9 @@ class Transformer(nn.Module):
         if at.same:
             here = slice(at.first, at.first + x.shape[1])   # a view, no copy
         cos, sin = table or self.angles(at.end)
-        cos = cos[here].unflatten(-2, (-1, 1, 1))               # (T, 1, 1, D) or (B, T, 1, 1, D)
-        sin = sin[here].unflatten(-2, (-1, 1, 1))
+        cos = cos[:, here].unflatten(-2, (-1, 1, 1))        # 1 or 2 times ([B,] T, 1, 1, D)
+        sin = sin[:, here].unflatten(-2, (-1, 1, 1))
+        turns = {c.window: (cos[-1], sin[-1]), None: (cos[0], sin[0])}
         store = block_only
         blocks = tuple(self.blocks)         # indexing a ModuleList is slower than a norm
         if sublayers is None:
@@ -336,10 +353,11 @@ class Transformer(nn.Module):
             if is_mlp:
                 x = x + b.mlp_post(b.mlp(b.mlp_norm(x)))
             else:
-                window = c.window if layer % 2 == 0 else None
+                window = c.window_of(layer)
                 if cache is not None:
                     store = partial(cache.write, layer, at=at, start=start if window else 0)
-                x = x + b.attn_post(b.attn(b.attn_norm(x), cos, sin, masks[window], store))
+                y = b.attn(b.attn_norm(x), *turns[window], masks[window], store)
+                x = x + b.attn_post(y)
             if trace is not None and i in trace:
                 trace[i] = x
         return x

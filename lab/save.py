@@ -14,9 +14,10 @@ NUMBERS = {     # fields of Config, and their keys in config.json
     "hidden_dim": "intermediate_size", "norm_eps": "rms_norm_eps", "rope_theta": "rope_theta",
     "max_len": "max_position_embeddings", "tied": "tie_word_embeddings",
     "rope_scaling": "rope_scaling"}
-LIMITS = {      # the same for those that only Gemma-2 has
+GEMMA = {       # the same for those that only Gemma has
     "window": "sliding_window", "attn_softcap": "attn_logit_softcapping",
     "final_softcap": "final_logit_softcapping"}
+GEMMA_3 = {"global_every": "sliding_window_pattern", "local_theta": "rope_local_base_freq"}
 BESIDE = (      # files that a model may have beside its weights
     "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json")
@@ -57,7 +58,9 @@ def save(model, folder, tokenizer, texts=()):
 def write_config(c, dtype):
     """The content of config.json, as the inverse of `families.config`, without the special ids."""
     family = "llama"
-    if c.post_norm:
+    if c.local_theta is not None:
+        family = "gemma3_text"
+    elif c.post_norm:
         family = "gemma2"
     elif c.qkv_bias:
         family = "qwen2"
@@ -70,8 +73,9 @@ def write_config(c, dtype):
         "hidden_act": act,
         "torch_dtype": str(dtype).removeprefix("torch.")}
     raw |= {key: vars(c)[field] for field, key in NUMBERS.items()}
-    if family == "gemma2":
-        raw |= {key: vars(c)[field] for field, key in LIMITS.items()}
+    if c.post_norm:
+        names = GEMMA | GEMMA_3 if family == "gemma3_text" else GEMMA
+        raw |= {key: vars(c)[field] for field, key in names.items()}
         raw["hidden_activation"] = act
         scalar = round(c.query_scale ** -2, 6)
         raw["query_pre_attn_scalar"] = int(scalar) if scalar % 1 == 0 else scalar

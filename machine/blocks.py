@@ -81,16 +81,17 @@ class Piece(NamedTuple):
 
     def unpack(self, model, W, tensors):
         """(Placement, masks, (cos, sin), cache) of a block of W tokens. `tensors` are the ones from
-        `placed`, then the angles of all slots (S, D), then keys and values of each attention. All
-        layers read S slots, even sliding ones."""
+        `placed`, then the angles of all slots (1 or 2, S, D), then keys and values of each
+        attention. All layers read S slots, even sliding ones."""
         if self.chain:
             first, cos, sin, *caches = tensors
             steps = torch.arange(W, device=first.device)
-            slots = (first + steps).clamp(max=len(cos) - 1)     # dead tokens follow the block
-            at = Placement(slots, slots, 0, len(cos))
+            end = cos.shape[1]
+            slots = (first + steps).clamp(max=end - 1)          # dead tokens follow the block
+            at = Placement(slots, slots, 0, end)
         else:
             slots, positions, tree, cos, sin, *caches = tensors
-            at = Placement(positions, slots, 0, len(cos), tree)
+            at = Placement(positions, slots, 0, cos.shape[1], tree)
         layers = [i // 2 for i in self.sublayers if i % 2 == 0]
         keys_and_values = zip(caches[::2], caches[1::2], strict=True)
         cache = Slots(model.c, dict(zip(layers, keys_and_values, strict=True)), slots)
@@ -109,20 +110,21 @@ class Piece(NamedTuple):
         states = {}
         for i in self.sublayers:
             layer, is_mlp = divmod(i, 2)
-            sliding = layer % 2 == 0
+            window = model.c.window_of(layer)
             mine = () if is_mlp else cache.layers[layer]
-            mask = masks[model.c.window if sliding else None]
-            any_length(0, *table)
+            mask = masks[window]
+            turns = [t[-1:] if window else t[:1] for t in table]
+            any_length(1, *turns)
             any_length(2, *mine)
             any_length(4, mask)
-            x = compiled(shell(model, i), x, at.positions, at.slots, mask, *table, *mine)
+            x = compiled(shell(model, i), x, at.positions, at.slots, mask, *turns, *mine)
             states[i] = x
         return torch.stack([*(states[i] for i in self.traced), x])
 
     def whole(self, program, model, x, *tensors):
         """Like `__call__`, which is compiled as `program`."""
         cos, sin, *caches = tensors[1 if self.chain else 3 :]
-        any_length(0, cos, sin)
+        any_length(1, cos, sin)
         any_length(2, *caches)
         return program(self, model, x, *tensors)
 

@@ -86,8 +86,7 @@ class FewRows(StandIn):
         if "attn.bias" in tensors:
             bias = self.keep(tensors["attn.bias"].detach().float())
         norms = [self.floats(parts.get(name)) for name in NORMS]
-        window = self.c.window if i % 2 == 0 else None
-        return Block(*norms, bias, *there, window or 0)
+        return Block(*norms, bias, *there, self.c.window_of(i) or 0)
 
     def floats(self, norm):
         """The address of a norm's factors in float32, or None if there is no norm."""
@@ -124,13 +123,14 @@ class FewRows(StandIn):
             masks = self.masks(at, B)
             end = at.end
         cos, sin = self.model.angles(at.end)
+        local = cos.stride(0) * (len(cos) - 1)
         x = x.contiguous()
         out = x.new_empty(len(taps), B, T, dim)
         strides = cache.k.stride()
         p = Pass(
             order, places, len(sublayers), B, T, end, torch.get_num_threads(),
             positions.data_ptr(), slots.data_ptr(), masks.data_ptr() if masks is not None else None,
-            cos.data_ptr(), sin.data_ptr(), cache.k.data_ptr(), cache.v.data_ptr(),
+            cos.data_ptr(), sin.data_ptr(), local, cache.k.data_ptr(), cache.v.data_ptr(),
             *strides[:3], x.data_ptr(), out.data_ptr())
         self.lib.run_pass(byref(self.struct), byref(p), c_int64(FLOATS[x.dtype]))
         for i, y in zip(taps, out, strict=True):

@@ -33,6 +33,7 @@ struct Pass {                   // B texts, T tokens of each, S slots that are r
     const int64_t *positions, *slots;   // (B, T)
     const uint8_t *masks;       // (1 or 2, B, T, S) without and with a window; null: a chain
     const float *cos, *sin;             // (at least S, D)
+    int64_t local;                      // how far behind them those of blocks with a window begin
     float *keys, *values;               // (layers, B, kv_heads, S, D), strides below
     int64_t layer, text, head;
     const void *x;                      // (B, T, dim)
@@ -151,7 +152,8 @@ template <Kind type> struct Running {
             for (int64_t d = 0; d < D; d++) v[d] = rounded<type>(v[d] + block.bias[i * D + d]);
         if (j < G && block.q_norm) norm<type>(v, block.q_norm, m.eps, v, D);
         if (j == G && block.k_norm) norm<type>(v, block.k_norm, m.eps, v, D);
-        const float *cos = p.cos + p.positions[r] * D, *sin = p.sin + p.positions[r] * D;
+        int64_t angle = p.positions[r] * D + (block.window ? p.local : 0);
+        const float *cos = p.cos + angle, *sin = p.sin + angle;
         for (int64_t d = 0; d < D / 2; d++) {
             turned[d] = v[d] * cos[d] + v[d + D / 2] * sin[d];
             turned[d + D / 2] = v[d + D / 2] * cos[d + D / 2] + v[d] * sin[d + D / 2];

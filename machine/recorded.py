@@ -138,7 +138,7 @@ class Recorded(StandIn):
         B, T, _ = x.shape
         W = self.width(T)
         S = cache.k.shape[3]
-        fixed = [t[:S] for t in self.model.angles(S)]
+        fixed = [t[:, :S] for t in self.model.angles(S)]
         for i in piece.sublayers:
             if i % 2 == 0:
                 fixed += cache.layers[i // 2]

@@ -64,7 +64,8 @@ class Pass(Structure):
     """`Pass` in pass.cpp."""
     _fields_ = [*fields(POINTER(c_int64), "sublayers places"),
                 *fields(c_int64, "count B T end threads"),
-                *fields(c_void_p, "positions slots masks cos sin keys values"),
+                *fields(c_void_p, "positions slots masks cos sin"), ("local", c_int64),
+                *fields(c_void_p, "keys values"),
                 *fields(c_int64, "layer text head"), *fields(c_void_p, "x out")]
 
 

@@ -248,7 +248,7 @@ layer, G = c.n_layers // 2, c.n_heads // c.n_kv_heads
 block = model.blocks[layer]
 heads = [head(layer, kv, g)[1] for kv in range(c.n_kv_heads) for g in range(G)]
 naive = torch.cat(heads, -1) @ block.attn.wo.T                          # (T, H*D) -> (T, dim)
-cos, sin = (t[: len(ids), None, None] for t in model.angles(len(ids)))  # (T, 1, 1, D)
+cos, sin = (t[0, : len(ids), None, None] for t in model.angles(len(ids)))  # (T, 1, 1, D)
 mask = model.build_masks(where, 0)[c.window if layer % 2 == 0 else None]
 library = block.attn(block.attn_norm(states[2 * layer]), cos, sin, mask, block_only)[0]
 assert torch.allclose(naive, library, atol=1e-4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, GEMMA, LLAMA, QWEN, make, shard
+from tiny import FAMILIES, GEMMA, GEMMA3, LLAMA, QWEN, make, shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import checkpoint
@@ -18,6 +18,9 @@ from lab.save import beside, save
 LINEAR, LLAMA3 = {"rope_type": "linear", "factor": 2.0}, expected.SCALING
 CONFIGS = FAMILIES | {
     **{name: replace(c, bos=3, eos=(5,)) for name, c in QWEN.items()},
+    "gemma3": GEMMA3,
+    "gemma3 of every default": replace(GEMMA3, global_every=6, rope_theta=1e6, local_theta=1e4),
+    "gemma3, scaled": replace(GEMMA3, rope_scaling=LINEAR, final_softcap=5.0, tied=False),
     "wide-heads": replace(LLAMA, head_dim=12, bos=3, eos=(5, 6)),
     "llama3": replace(LLAMA, rope_theta=500.0, rope_scaling=LLAMA3),
     "silu": replace(GEMMA, act="silu"),
@@ -139,6 +142,8 @@ def test_a_published_eagle_head_is_named(settings, tmp_path):
 
 @pytest.mark.parametrize("kind, more", [
     ("Gemma2", {}), ("Gemma2", dict(attn_logit_softcapping=None, final_logit_softcapping=None)),
+    ("Gemma3Text", {}), ("Gemma3Text", dict(sliding_window_pattern=2)),
+    ("Gemma3Text", dict(rope_scaling={"rope_type": "linear", "factor": 8.0})),
     ("Qwen2", {}), ("Qwen3", {}), ("Qwen2", dict(num_key_value_heads=None)),
     ("Qwen3", dict(num_key_value_heads=None, use_sliding_window=True)),
     ("Qwen2", dict(use_sliding_window=True, max_window_layers=2)),
@@ -150,8 +155,10 @@ def test_a_published_eagle_head_is_named(settings, tmp_path):
 def test_what_a_config_leaves_out_is_what_transformers_takes(kind, more, tmp_path):
     least = more | dict(
         vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=8,
-        intermediate_size=96, model_type=kind.lower(), bos_token_id=None, eos_token_id=None)
-    whole = getattr(transformers, f"{kind}Config")(**least).to_dict()
+        intermediate_size=96, bos_token_id=None, eos_token_id=None)
+    settings = getattr(transformers, f"{kind}Config")
+    least["model_type"] = settings.model_type
+    whole = settings(**least).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(whole))
     want = checkpoint.read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(least))
@@ -180,6 +187,23 @@ def test_every_form_is_understood_as_by_transformers(family, name, tmp_path):
     agrees_with_transformers(checkpoint.load(folder, "cpu")[0], folder)
 
 
+FULL = LINEAR | {"rope_theta": 500.0}
+
+
+@pytest.mark.parametrize("said", [
+    {}, {"rope_theta": 500.0}, {"rope_local_base_freq": 50.0, "rope_scaling": LINEAR},
+    {"rope_parameters": {"full_attention": FULL}},
+    {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}},
+    {"rope_parameters": {"full_attention": FULL, "sliding_attention": {"rope_theta": 50.0}},
+     "rope_theta": 7.0, "rope_local_base_freq": 7.0}], ids=str)
+def test_each_kind_of_block_has_its_rotation(said, tmp_path):
+    """In the spelling of transformers 4 and 5, and by default."""
+    _, folder = saved(GEMMA3, tmp_path, torch.float64)
+    keys = "rope_scaling", "rope_theta", "rope_local_base_freq"
+    edit(folder / "config.json", drop=keys, **said)
+    agrees_with_transformers(checkpoint.load(folder, "cpu")[0], folder)
+
+
 REFUSED = [
     (LLAMA, dict(model_type="mistral"), "model_type 'mistral'"),
     (LLAMA, dict(model_type=None), "no model_type"),
@@ -197,6 +221,10 @@ REFUSED = [
     (LLAMA, dict(hidden_act="relu"), "relu"), (GEMMA, dict(hidden_activation="gelu"), "gelu"),
     (GEMMA, dict(layer_types=["full_attention", "sliding_attention"] * 3), "layer_types"),
     (GEMMA, dict(sliding_window=None), "window"),
+    (GEMMA3, dict(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+    (GEMMA3, dict(layer_types=["sliding_attention"] * 6), "layer_types"),
+    (GEMMA3, dict(sliding_window_pattern=1.5), "sliding_window_pattern"),
+    (GEMMA3, dict(rope_parameters={"sliding_attention": LINEAR}), "linear"),
     (QWEN["qwen2"], dict(use_sliding_window=True, max_window_layers=5), "use_sliding_window"),
     (QWEN["qwen3"], dict(attention_bias=True), "attention_bias True"),
     (QWEN["qwen3"], dict(layer_types=["sliding_attention"] * 6), "layer_types"),

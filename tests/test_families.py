@@ -1,9 +1,9 @@
-"""Qwen2, with a bias on queries, keys and values, and Qwen3, with a norm of each query and key:
-every kind of draft writes the text of an oracle. (Their logits are those of `transformers`:
-test_checkpoint.py.)"""
+"""Qwen2, with a bias on queries, keys and values; Qwen3, with a norm of each query and key; and
+Gemma-3, whose blocks with a window turn by a base of their own: every kind of draft writes the text
+of an oracle. (Their logits are those of `transformers`: test_checkpoint.py.)"""
 import pytest
 from test_heads import wild
-from tiny import PROMPTS, QWEN, make, opened, oracle, small
+from tiny import MORE, PROMPTS, make, opened, oracle, small
 
 from drafter import ModelDraft
 from layerskip import SelfDraft, without
@@ -36,9 +36,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", QWEN)
+@pytest.mark.parametrize("family", MORE)
 def test_every_draft_writes_the_same_text(family, way):
-    m = WAYS[way](make(QWEN[family]))
+    m = WAYS[way](make(MORE[family]))
     want = [oracle(bare(m), prompt, 10) for prompt in PROMPTS]
     for name, drafter in DRAFTERS.items():
         # --exact refuses trees

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_model import LAYOUTS, error, some_x
-from tiny import GEMMA, LLAMA, QWEN, make
+from tiny import GEMMA, LLAMA, MORE, make
 
 from kvcache import KVCache, prefill
 from machine import fused
@@ -17,11 +17,11 @@ def _few_are_long(monkeypatch):
     monkeypatch.setattr(fused, "LONG", 3)
 
 
-@pytest.mark.parametrize("name", ["llama", *QWEN])
+@pytest.mark.parametrize("name", ["llama", *MORE])
 @pytest.mark.parametrize("chunk", [7, 20])
 def test_a_prompt(name, chunk):
     """At once, and in pieces that see the keys of those before."""
-    c = {"llama": replace(LLAMA, query_scale=0.2), **QWEN}[name]
+    c = {"llama": replace(LLAMA, query_scale=0.2), **MORE}[name]
     tokens = torch.arange(40).view(2, 20) * 7 % 17
     want = prefill(make(c), tokens, KVCache(c, 2, 24, torch.float64))
     m = fuse(make(c))

@@ -16,7 +16,7 @@ import expected
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import LIVELY, LLAMA, PROMPTS, QWEN, make
+from tiny import LIVELY, LLAMA, MORE, PROMPTS, make
 
 import checkpoint
 import generate as command
@@ -35,7 +35,7 @@ from support.measure import by_bytes
 
 ROOT = Path(__file__).parent.parent
 SHAPES = {family: replace(c, n_layers=3, n_heads=8, n_kv_heads=4)
-          for family, c in (LIVELY | QWEN).items()}
+          for family, c in (LIVELY | MORE).items()}
 DRAFTERS = {  # (target, small model) -> drafter
     "plain": lambda m, small: None,
     "model": lambda m, small: ModelDraft(small, 3),

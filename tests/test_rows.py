@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import GEMMA, LIVELY, LLAMA, PROMPTS, QWEN, Unsure, a_tree, each_family, make
+from tiny import GEMMA, LIVELY, LLAMA, MORE, PROMPTS, Unsure, a_tree, each_family, make
 
 from kvcache import KVCache, prefill
 from layerskip import SelfDraft
@@ -24,7 +24,7 @@ from speculative import generate
 
 ROOT = Path(__file__).resolve().parent.parent
 HALF = torch.bfloat16, torch.float16
-SOME = LIVELY | QWEN
+SOME = LIVELY | MORE
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 SHAPES = (5, 8), (70, 100), (33, 64), (64, 576), (16, 1500), (11, 5000)   # of matrices, (N, K)
 COUNTS = *range(1, 20), 33, 64      # of rows, from one tile of the loop to eight

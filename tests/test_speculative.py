@@ -11,7 +11,19 @@ import pytest
 import torch
 from expected import byte_tokenizer
 from promises import Turns, reader
-from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, read, small
+from tiny import (
+    LIVELY,
+    PROMPTS,
+    TINY,
+    TINY_GEMMA,
+    TINY_GEMMA3,
+    Says,
+    Unsure,
+    each_family,
+    make,
+    read,
+    small,
+)
 
 from control import Confidence
 from drafter import ModelDraft
@@ -185,6 +197,7 @@ LAWS = {
     "exit, model": (TINY, lambda m: Then(SelfDraft(m, range(4), 1), ModelDraft(small(m), 1))),
     "model, gated": (TINY, lambda m: ModelDraft(make(replace(TINY, n_layers=1), 7),
                                                 Says(lambda state: 2 * (len(state.known[0]) > 3)))),
+    "gemma3 skip": (TINY_GEMMA3, lambda m: SelfDraft(m, [0, 1, 4, 5], 2)),
     "gemma2 short head": (TINY_GEMMA, lambda m: SelfDraft(ShortHead(m, [1, 2]), [0, 2, 3, 5], 2)),
     "model of fewer ids": (TINY, lambda m: ModelDraft(padded(m, 2), 2)),
     "gemma2 model of more ids": (TINY_GEMMA, lambda m: ModelDraft(padded(m, 5), 2))}

@@ -25,14 +25,19 @@ LLAMA = Config(vocab_size=17, dim=32, n_layers=6, n_heads=4, n_kv_heads=2, head_
 GEMMA = replace(LLAMA, head_dim=16, tied=True, act="gelu", norm_offset=1.0, embed_scale=32**0.5,
                 post_norm=True, query_scale=24**-0.5, attn_softcap=50.0,
                 final_softcap=30.0, window=5)
+GEMMA3 = replace(GEMMA, attn_softcap=None, final_softcap=None, global_every=3, local_theta=100.0,
+                 qk_norm=True)
 FAMILIES = {"llama": LLAMA, "gemma2": GEMMA}
 QWEN = {"qwen2": replace(LLAMA, qkv_bias=True), "qwen3": replace(LLAMA, head_dim=12, qk_norm=True)}
 LIVELY = {"llama": LLAMA, "gemma2": replace(GEMMA, embed_scale=0.7)}  # else Gemma repeats itself
+# families of which each test of a machine or a file takes one more, but not every promise
+MORE = QWEN | {"gemma3": replace(GEMMA3, embed_scale=0.7)}
 TINY = Config(vocab_size=3, dim=16, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=24,
               max_len=32)
 # for exact laws
 TINY_GEMMA = replace(TINY, tied=True, act="gelu", norm_offset=1.0, embed_scale=4.0, post_norm=True,
                      query_scale=0.3, attn_softcap=5.0, final_softcap=3.0, window=2)
+TINY_GEMMA3 = replace(TINY_GEMMA, attn_softcap=None, global_every=3, local_theta=9.0, qk_norm=True)
 each_family = pytest.mark.parametrize("family", FAMILIES)
 # one of them a single token
 PROMPTS = [[1, 5, 3, 2, 9, 4, 4, 7], [3, 8], [2], [1, 2, 3, 1, 2, 3, 1, 2]]

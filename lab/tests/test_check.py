@@ -106,7 +106,8 @@ def test_an_angle_that_is_misread_far_away_and_a_cache_that_errs_are_caught(aske
     folder, passes, _, said = asked["llama"]
     model = load(folder)
     model.angles(128)
-    model.table = [t.clone().index_copy_(0, torch.arange(100, 256), t[:156]) for t in model.table]
+    model.table = [t.clone().index_copy_(1, torch.arange(100, 256), t[:, :156])
+                   for t in model.table]
     rows = check.check_logits(model, passes, said)
     assert wrong(rows) == ["logits, 48 tokens spread over positions 0 to 127"]
     write = KVCache.write

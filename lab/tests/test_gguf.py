@@ -1,4 +1,4 @@
-"""A Llama and a Qwen2 as llama.cpp keeps them: written with the package `gguf`, read back, they
+"""A Llama, a Qwen2 and a Gemma-3 as llama.cpp keeps them: written with the package `gguf`, read back, they
 have the same weights and ids."""
 import json
 import sys
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from stories import story_tokenizer
-from tiny import LIVELY, QWEN, command, make
+from tiny import GEMMA3, LIVELY, QWEN, command, make
+from tokenizers import Tokenizer, models, normalizers, trainers
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
 import checkpoint
@@ -38,6 +39,7 @@ def write(path, m, tokenizer, arch="llama", pre="gpt-2", keys=(), lacks=(), tens
     """keys: {key: value} besides the usual ones, or instead of them; lacks: what is left out;
     tensors: {name: array} instead of the model's."""
     c, writer = m.c, gguf.GGUFWriter(path, arch, endianess=endian)
+    names = ours.FAMILIES.get(arch, ours.FAMILIES["llama"]).names
     parts = json.loads(tokenizer.to_str())["model"]
     vocab = tokenizer.get_vocab()
     tokens = sorted(vocab, key=vocab.get)
@@ -67,9 +69,12 @@ def write(path, m, tokenizer, arch="llama", pre="gpt-2", keys=(), lacks=(), tens
             # llama.cpp's order of the rows: the two numbers that rotate together side by side
             heads = c.n_heads if "q_proj" in name else c.n_kv_heads
             w = w.view(heads, 2, -1, c.dim).transpose(1, 2).reshape(w.shape)
-        w = dict(tensors).get(ours.their_name(name), w.numpy())
-        if ours.their_name(name) not in lacks:
-            writer.add_tensor(ours.their_name(name), w)
+        if arch == "gemma3" and "norm" in name:
+            w = 1 + w
+        theirs = ours.their_name(name, names)
+        w = dict(tensors).get(theirs, w.numpy())
+        if theirs not in lacks:
+            writer.add_tensor(theirs, w)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -118,6 +123,47 @@ def test_a_qwen2_has_the_weights_and_ids_of_transformers(tmp_path, tied):
         ids = checkpoint.encode(read, text)
         assert ids == theirs(text)["input_ids"] == loaded(text)["input_ids"], text
     assert len(read.get_vocab()) == len(theirs), "the rows that only pad the matrices are no tokens"
+
+
+GGML, TOKENS = "tokenizer.ggml", "tokenizer.ggml.tokens"
+SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+OWN = ["\n", "\n\n", "  ", "   ", "<h1>"]       # llama.cpp spells tokens of spaces like this
+
+
+def small_gemma():
+    """(tokens, their types) of a tokenizer like Gemma's, with few merges."""
+    learner = Tokenizer(models.BPE())
+    learner.normalizer = normalizers.Replace(" ", ours.SPACE)
+    learner.train_from_iterator(SCRIPTS, trainers.BpeTrainer(vocab_size=500, show_progress=False))
+    vocab = learner.get_vocab()
+    learnt = [token for token in sorted(vocab, key=vocab.get) if token not in OWN]
+    some_bytes = [f"<0x{i:02X}>" for i in range(256)]
+    types = [3] * len(SPECIAL) + [4] * len(OWN) + [6] * 256 + [1] * len(learnt)
+    return SPECIAL + OWN + some_bytes + learnt, types
+
+
+def test_a_gemma3_has_the_weights_and_ids_of_transformers(tmp_path):
+    """transformers reads the tokenizer of the same file by itself."""
+    tokens, types = small_gemma()
+    c = replace(GEMMA3, vocab_size=len(tokens), bos=2, eos=(1, 5), query_scale=0.25, rope_theta=1e6,
+                local_theta=1e4, global_every=6)
+    m = make(c).bfloat16()
+    keys = {f"{GGML}.model": "llama", f"{GGML}.pre": "default", TOKENS: tokens,
+            f"{GGML}.token_type": types, f"{GGML}.unknown_token_id": 3,
+            f"{GGML}.padding_token_id": 0, f"{GGML}.add_bos_token": True,
+            f"{GGML}.add_space_prefix": False, "gemma3.attention.sliding_window": c.window}
+    write(tmp_path / "m.gguf", m, story_tokenizer(), "gemma3", keys=keys, lacks=[f"{GGML}.merges"])
+    out = tmp_path / "out"
+    assert ours.main([str(tmp_path / "m.gguf"), str(out)]) == 0
+    got, read = checkpoint.load(out, "cpu")
+    assert got.c == c, "a turn of a chat ends a text, too"
+    assert same(got, m)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    for text in [*TEXTS, "<start_of_turn>user\nHi<end_of_turn>\n\n\n<h1>", "a  b   c    d", ""]:
+        ids = checkpoint.encode(read, text)
+        assert ids == theirs(text)["input_ids"], text
+        assert read.decode(ids) == theirs.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False), text
 
 
 QUARTER = {"rope_type": "linear", "factor": 4.0}
@@ -171,9 +217,11 @@ def test_an_end_is_added_where_the_file_says_so(tmp_path):
     assert (ids[0], ids[-1]) == (0, 0) and 0 not in ids[1:-1] and len(ids) > 2
 
 
-GGML, TOKENS = "tokenizer.ggml", "tokenizer.ggml.tokens"
 REFUSED = [     # how the file is written, words of the refusal
     ({"arch": "gemma2"}, "architecture is gemma2"),
+    ({"arch": "gemma3"}, "no key attention.sliding_window"),
+    ({"arch": "gemma3", "keys": {"gemma3.attention.sliding_window": 5}}, "is not Gemma's"),
+    ({"keys": {"llama.attention.sliding_window": 5}}, "attention.sliding_window 5"),
     ({"keys": {f"{GGML}.model": "llama"}}, "its tokenizer is llama"),
     ({"keys": {f"{GGML}.pre": "llama-bpe"}}, "llama-bpe"),
     ({"keys": {"llama.rope.scaling.type": "yarn"}}, "rope.scaling.type yarn"),
