@@ -1,5 +1,5 @@
-"""A Llama, a Qwen2 and a Gemma-3 as llama.cpp keeps them: written with the package `gguf`, read back, they
-have the same weights and ids."""
+"""A Llama, a Qwen2 and a Gemma-3 as llama.cpp keeps them: written with the package `gguf`, read
+back, they have the same weights and ids."""
 import json
 import sys
 from dataclasses import replace
