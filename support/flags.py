@@ -159,7 +159,7 @@ OF_DRAFTS = {   # flags that go with some sources only
 
 def parser(sources, only=None):
     """The parser of all flags, or of those that go with one source."""
-    p = cli.Parser(description="Self-speculative decoding of Llama, Gemma-2 and Qwen.",
+    p = cli.Parser(description="Self-speculative decoding of Llama, Gemma and Qwen.",
                    allow_abbrev=False)
     group = p.add_argument_group("text")
     text = group.add_mutually_exclusive_group(required=True)
