@@ -18,14 +18,14 @@ from lab.save import beside, save
 LINEAR, LLAMA3 = {"rope_type": "linear", "factor": 2.0}, expected.SCALING
 CONFIGS = FAMILIES | {
     **{name: replace(c, bos=3, eos=(5,)) for name, c in QWEN.items()},
-    "gemma3": GEMMA3,
-    "gemma3 of every default": replace(GEMMA3, global_every=6, rope_theta=1e6, local_theta=1e4),
-    "gemma3, scaled": replace(GEMMA3, rope_scaling=LINEAR, final_softcap=5.0, tied=False),
     "wide-heads": replace(LLAMA, head_dim=12, bos=3, eos=(5, 6)),
     "llama3": replace(LLAMA, rope_theta=500.0, rope_scaling=LLAMA3),
     "silu": replace(GEMMA, act="silu"),
     "linear": replace(LLAMA, rope_scaling=LINEAR, tied=True, act="gelu"),
-    "no-caps": replace(GEMMA, attn_softcap=None, final_softcap=None, tied=False, norm_eps=1e-6)}
+    "no-caps": replace(GEMMA, attn_softcap=None, final_softcap=None, tied=False, norm_eps=1e-6),
+    "gemma3": GEMMA3,
+    "gemma3 of every default": replace(GEMMA3, global_every=6, rope_theta=1e6, local_theta=1e4),
+    "gemma3, scaled": replace(GEMMA3, rope_scaling=LINEAR, final_softcap=5.0, tied=False)}
 IDS = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8]])
 EMBED, HEAD, UP = "model.embed_tokens.weight", "lm_head.weight", "model.layers.3.mlp.up_proj.weight"
 
