@@ -66,20 +66,21 @@ for T in temperatures:
 figure, sides = plots.axes(2, 2, height=2.7)
 for side, T in zip(sides.flat, temperatures, strict=False):
     plots.bars(side, names, to_probs(logits, temperature=T)[top])
-    side.set(title=f"temperature {T}", ylim=(0, 1.02), ylabel="probability")
+    shown = to_probs(logits, temperature=T)[top]
+    side.set(title=f"temperature {T}", ylim=(0, 1.05 * float(shown.max())), ylabel="probability")
 figure
 
 # %% [markdown]
-# As T falls towards 0, all the probability moves to the most likely token. So the library defines T
-# = 0 as that limit, a *one-hot* distribution: 1 for the best token and 0 for all others. Greedy
-# decoding is then no special case. It is sampling from a one-hot, and everything that holds for
-# sampling holds for it.
+# (Each panel has a scale of its own.) As T falls towards 0, all the probability moves to the most
+# likely token. So the library defines T = 0 as that limit, a *one-hot* distribution: 1 for the best
+# token and 0 for all others. Greedy decoding is then no special case. It is sampling from a
+# one-hot, and everything that holds for sampling holds for it.
 #
 # ## Three ways to cut the tail
 #
 # - **top-k** keeps the k most likely tokens.
-# - **top-p** (Holtzman et al. 2020, "nucleus sampling") keeps the most likely tokens until their
-#   probabilities sum to p.
+# - **top-p** (Holtzman et al. 2020, "nucleus sampling") keeps the most likely tokens until
+#   together they have a given share of the probability.
 # - **min-p** (Nguyen et al. 2024) keeps every token that is at least min-p times as likely as the
 #   best one.
 #
@@ -261,7 +262,8 @@ print(naive[:3])
 
 # %% [markdown]
 # Do they look random? On the left is a histogram. On the right, each number is plotted against the
-# next one. A pattern there would mean that one coin says something about the following one.
+# next one. A pattern there would mean that one coin says something about the following one. (Eyes
+# are poor judges of a histogram. The test at the end of this notebook judges this one.)
 
 # %% jupyter={"source_hidden": true}
 u = uniforms(7, 0, 4000)
@@ -314,6 +316,8 @@ for name, weights in (("the library", some), ("rounded to 1/20", rounded)):
     x, chance = chi_square(some, Coins(0).choose(weights.expand(draws, -1)))
     print(f"{name:16} chi-square {x:7.1f}; "
           f"a correct sampler reaches it with probability {chance:.3f}")
+x, chance = chi_square(torch.full((20,), 1 / 20), (20 * uniforms(7, 0, 4000)).long())
+print(f"the histogram above, 20 bars: chi-square {x:.1f}, reached with probability {chance:.3f}")
 
 # %% [markdown]
 # **Try it:** with 20,000 draws the mistake is obvious. Set `draws` to 200, then to 20. What do you
@@ -412,8 +416,8 @@ print("u = 0 skips tokens of probability 0")
 #
 # <details><summary>Answer</summary>
 # Only where a row gets the same coins. The rows of a batch share one stream: row 0 takes the first
-# number, row 1 the second. Alone, the second prompt would get the first one. Only greedy rows are
-# sure to be equal, because coins do not matter there.
+# number, row 1 the second. Alone, the second prompt would get the first one. Greedy rows do not
+# depend on coins. (But a batch may round differently: notebook 5.)
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}

@@ -39,7 +39,8 @@ print(f"{EXIT} of {L} blocks draft; the prompt has {len(prompt)} tokens")
 # makes up for an earlier one with p < q. Each prefix flips a coin. The whole draft passes with
 # probability w, its weight. A shorter prefix passes with probability Z / (Z + 1 - w_i), where Z is
 # the sum of max(w_i p - q, 0) over the next token. The *longest* prefix that passes is accepted,
-# even if a shorter one failed.
+# even if a shorter one failed. The correction is drawn from this max(w_i p - q, 0), with the i of
+# the accepted prefix.
 #
 # Here is the paper's example: two tokens, A and B, with p = (1/3, 2/3) and q = (2/3, 1/3) at every
 # place, and two drafted per round.
@@ -180,10 +181,11 @@ figure
 # %% [markdown]
 # Tokens that p and q like equally arrive at nearly the same times, so mostly the same token wins.
 # But the two races agree less often than `verify` accepts: no rule accepts one token more often
-# than `verify` does, and here the written token is chosen without knowing q. With TV = 1 - sum of
-# min(p, q), they agree in at least (1 - TV) / (1 + TV) of the cases (Daliri, Musco and Suresh 2024,
-# [2408.07978](https://arxiv.org/abs/2408.07978)). The library's `Race` is a kind of `Coins`, so the
-# loop of notebook 4 runs it unchanged: for it, p and q are the one-hots of their winners.
+# than `verify` does, and here the written token is chosen without knowing q. With the *total
+# variation* TV = 1 - sum of min(p, q), they agree in at least (1 - TV) / (1 + TV) of the cases
+# (Daliri, Musco and Suresh 2024, [2408.07978](https://arxiv.org/abs/2408.07978)). The library's
+# `Race` is a kind of `Coins`, so the loop of notebook 4 runs it unchanged: for it, p and q are the
+# one-hots of their winners.
 #
 # ## Rounding: a sum has an order
 #
@@ -213,7 +215,9 @@ for name, matrix in ways.items():
 assert "our loop" not in ways or all(T == same for T, same in equal.items())
 
 # %% [markdown]
-# Such differences are in the last digits, and mostly do not matter. In bfloat16, with its 8 binary
+# So this library changes its routine with the number of rows, where the printed counts jump, and
+# above that both numbers of rows take the same one. Such differences are in the last digits, and
+# mostly do not matter. In bfloat16, with its 8 binary
 # digits, two tokens are sometimes so close that the last bit decides between them. From there on,
 # the texts differ.
 #

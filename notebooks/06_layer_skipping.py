@@ -56,7 +56,7 @@ plots.draw_sublayers(drafts, {name: shared_prefix(subs) for name, subs in drafts
 # and keep all states. Then ask *for every position at once*: if a draft started here, what would
 # its first token be, and with what probability would it be accepted? That is the sum of min(p, q)
 # (Leviathan et al. 2023, Corollary 3.6). `search.Teacher` computes it, and `Calibration` has a
-# teacher for each of our stories, up to 512 tokens in all.
+# teacher for each of our first stories, 512 tokens in all.
 #
 # For an early exit we can check it by hand: it drafts the most likely token of the state after E
 # blocks.
@@ -71,7 +71,7 @@ teacher = text.teachers[0]
 
 
 def acceptance(sublayers, drafting=None):
-    """Of a first token after each position, in all stories. (512,)"""
+    """Of a first token after each position, in these stories. (512,)"""
     return torch.cat([t.acceptance(sublayers, drafting) for t in text.teachers])
 
 
@@ -80,6 +80,7 @@ best = model.unembed(teacher.states[2 * E]).argmax(-1)          # after E blocks
 naive = (best == model.unembed(teacher.states[-1]).argmax(-1)).double()[0].cpu()
 assert torch.equal(naive, teacher.acceptance(early_exit(L, E)))
 alpha = acceptance(early_exit(L, E))
+print(f"{len(text.teachers)} of {len(stories)} stories, {len(alpha)} tokens")
 print(f"exit after {E} blocks: {float(alpha.mean()):.0%} of the first drafted tokens "
       f"would be accepted (± {float(alpha.std() / len(alpha) ** 0.5):.0%})")
 
@@ -204,17 +205,18 @@ side.legend(frameon=False, loc="upper left", ncols=2)
 figure
 
 # %% [markdown]
-# Two things make the measured gain larger than the prediction: the check skips the shared prefix
-# (question 1), and the model's own text is easier than the stories. Others make it smaller: a small
-# model on a CPU also spends time on Python and small tensors, and a block of several tokens costs
-# more than one token. And 24 tokens after one prompt are few: some of the difference is chance.
-# Tokens per pass carry over from one machine to another. Seconds do not.
+# The model's own text is easier than the stories, which makes the measured gain larger than the
+# prediction. Other things make it smaller: a small model on a CPU also spends time on Python and
+# small tensors, and a block of several tokens costs more than one token. And 24 tokens after one
+# prompt are few: some of the difference is chance. Tokens per pass carry over from one machine to
+# another. Seconds do not.
 #
-# **Try it:** in the cell that measures, set `gammas = dict.fromkeys(chosen, 6)`. For which exits do
-# you expect a loss?
+# **Try it:** in the cell that measures, set `gammas = dict.fromkeys(chosen, 6)`. Which exit gains
+# least?
 #
 # <details><summary>Answer</summary>
-# Most of all for the exit after half of the blocks: six drafted tokens cost more than three passes.
+# The exit after half of the blocks: six drafted tokens cost more than three passes. But on a text
+# as easy as this one even that need not be a loss.
 # </details>
 #
 # ## How far to draft? A rule decides
@@ -235,7 +237,7 @@ figure
 # - a useless draft that skips the first half of the model.
 #
 # **Predict:** where will the estimate fall below c, and what happens then? How many tokens will the
-# rule let the useless draft write?
+# rule let the useless draft propose?
 
 # %%
 from lab.rules import DoNoHarm                                  # a rule of the lab
@@ -468,16 +470,22 @@ figure
 # Answer first. Then unfold the answer, and the check that is folded below it.
 #
 # **1.** Two drafts have four sub-layers each, but one of them leaves out sub-layer 0. Which one
-# makes the check cheaper?
+# makes the check cheaper? And the round, counting the weights that are read?
 #
 # <details><summary>Answer</summary>
-# The one that keeps sub-layer 0. Its shared prefix is longer, and the check skips what the draft
-# has already computed. (The formula ignores this. It is a gain on top.)
+# The one that keeps sub-layer 0 makes the check cheaper. Its shared prefix is longer, and the check
+# skips what the draft has already computed. But then the last drafted token, after which nothing is
+# drafted, has to run through the prefix, too. So the prefix is read gamma + 1 times, just as often
+# as by gamma drafted tokens and a whole check. Only multiplications are saved.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 assert shared_prefix([0, 1, 2, 3]) == 4 and shared_prefix([1, 2, 3, 4]) == 0
-print("four sub-layers less to check, or none")
+prefix = costs.draft([0, 1, 2, 3]).start - costs.head           # without the output head
+for gamma in (1, 3):
+    reused = gamma * costs.head + (gamma + 1) * prefix + (1 - prefix)
+    assert abs(reused - (1 + gamma * (prefix + costs.head))) < 1e-9
+    print(f"gamma {gamma}: {reused:.3f} passes, with the prefix shared and without")
 
 # %% [markdown]
 # **2.** Double the vocabulary. Does an early exit become more or less attractive?
@@ -500,8 +508,8 @@ print(f"c of exit 1: {before:.2f} -> {after:.2f}")
 #
 # <details><summary>Answer</summary>
 # The token has been drawn from q. If the rule threw it away because of its value, the tokens that
-# remain would not be distributed as q, and the text would not be exact (question 2 of the previous
-# notebook).
+# remain would not be distributed as q, and the text would not be exact (question 2 of notebook
+# 4).
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
