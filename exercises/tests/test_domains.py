@@ -752,6 +752,13 @@ def verify_tree(c, ours, theirs):
                            length)
         promise(all(0 <= n <= m for n, m in zip(node.tolist(), most, strict=True)),
                 told(c, []), f"of {most} proposed nodes none later accepted", node)
+        for last, got in zip(most[1:], node.tolist()[1:], strict=True):
+            end = 0         # where a row ends whose p is sure of every token
+            for n, (parent, depth, *_) in enumerate(nodes[:last], 1):
+                if parent == end and tokens[n - 1] == int(sure[depth]):
+                    end = n
+            promise(got == end, told(c, [tokens]), f"in a row whose p is sure, node {end}", got,
+                    "the walk goes on while a child is accepted, however deep it is")
         return tuple((*way[n], t) for n, t in zip(node.tolist(), token.tolist(), strict=True))
 
     writes(run, [(table, c.depth + 1) for table in tables], c,
