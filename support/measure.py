@@ -143,7 +143,7 @@ def measure_arms(model, arms, machine, probs=to_probs, rows=1, repeats=5, limit=
     cache = new_cache(model, rows, n + new + SPARE)
 
     def rounds_of(drafter):
-        return partial(next, rounds(model, ids, new, drafter, probs, cache=cache))
+        return partial(next, rounds(model, ids, new, drafter, probs, eos=(), cache=cache))
 
     far = {arm.name: min(4, arm.longest) for arm in arms}
     ways = {"plain": rounds_of(None)}
