@@ -57,6 +57,7 @@ TEXT = (
     ("opening", 0, 0, 2**40, "but the first N tokens at 1"))
 KINDS = heads.KINDS | {head.kind: head for head in (M2R2, Transfer)}
 MEASURED = 4096     # tokens of held-out text
+FITTED = 20_000     # tokens that a head is fitted to before it is trained
 RANKS = 5           # of how many ranks a head's acceptance is measured, for the shape of a tree
 OWN = "own text"    # the name of what the model writes itself
 ROWS = {"cpu": 32, "cuda": 512}     # texts that it writes at a time
@@ -226,6 +227,8 @@ class Run(train.Run):
 
     def build(self):
         a = self.a
+        some = next(iter(self.text.train.values()))
+        self.head.fit(corpus.windows(some, a.context, FITTED, a.context).to(self.device))
         self.vocab = None
         self.taught = copy.copy(self.head)  # with --vocab it and its model say only those tokens
         if a.vocab:

@@ -75,6 +75,9 @@ class Head:
         """How many weights of its own a drafted token reads."""
         return self.count()
 
+    def fit(self, tokens):
+        """Called before training, with texts (B, T), to start from what they show."""
+
     def predict(self, tokens, trace, cache):
         """What training compares with the target. Yields (k, logits (B, N, V)), where row n is what
         the head says of the token k places after the next one. tokens (B, T) are the text, trace

@@ -26,7 +26,7 @@ class Jump(Head):
     no text to catch up with.
 
     It is trained on `reach` tokens in a row, each of which reads the state predicted for the one
-    before it. Both matrices start at zero. Raises ValueError for blocks that do not exist.
+    before it. `fit` starts both matrices. Raises ValueError for blocks that do not exist.
     """
     kind = "jump"
     reads = True
@@ -47,6 +47,21 @@ class Jump(Head):
         self.weights.blocks = self.own.blocks
         self.weights.matrix = nn.Parameter(model.tok.new_zeros(dim, 2 * dim))
         self.weights.readout = nn.Parameter(model.tok.new_zeros(dim, dim))
+
+    @torch.no_grad()
+    def fit(self, tokens):
+        """Start both matrices by least squares: with them the target's own states in texts (B, T)
+        lead to the state before the copies, and to the final one."""
+        x = self.model.embed(tokens)
+        first = 2 * self.layers.start - 1       # -1, before any block, is the embedding
+        last = 2 * self.model.c.n_layers - 1
+        trace = dict.fromkeys([first, self.taps[0], last])
+        self.model.run(x, Placement.span(0, tokens.shape[1], tokens.device), trace=trace)
+        trace[-1] = x
+        after = unit(trace[self.taps[0]])
+        both = torch.cat([after[:, :-1], unit(x)[:, 1:]], -1)
+        lead(self.weights.matrix, both, (trace[first] - x)[:, 1:])
+        lead(self.weights.readout, after, unit(trace[last]) - after)
 
     def part(self, cache):
         """The target's cache at the copied blocks, in the same memory."""
@@ -81,6 +96,11 @@ class Jump(Head):
 
     def chains(self, rule):
         return JumpDraft(self, rule)
+
+
+def lead(matrix, x, y):
+    """Make it the matrix that leads from x (B, T, N) to y (B, T, M) with the least error."""
+    matrix.copy_(torch.linalg.lstsq(x.flatten(0, 1), y.flatten(0, 1)).solution.mT)
 
 
 class Steps:
