@@ -373,7 +373,7 @@ plots.draw_paths({"a jump": ([start], plots.HUES[2], (start + 1, start)),
 price = heads.drafting(jump).start
 tries = {"jump": measure(jump.drafter(GAMMA)),
          "skip set": measure(SelfDraft(model, alone, GAMMA))}
-for name, (tau, error, texts) in tries.items():
+for name, (tau, error, _) in tries.items():
     print(f"{name:9} tau {tau:.2f} ± {error:.2f}")
 speed = tries["jump"][0] / (1 + GAMMA * price)
 print(f"a token of the jump costs c = {price:.2f}, EAGLE's {prices['eagle']:.2f}; "
@@ -382,12 +382,13 @@ if SHIPPED:
     assert tries["jump"][0] > 1.5 * tries["skip set"][0]
 
 # %% [markdown]
-# Both run one block, on the same keys and values. But the block was trained to read what the blocks
-# before it make of a token. In the skip set it gets the bare embedding, which it has never seen, and
-# the output head gets a state that the blocks after it should still have changed. The two matrices of
-# the jump stand for what is missing on either side. They can, because most of a token's state in
-# the middle follows from its embedding and from the state before it. A least-squares fit, without
-# any training, already shows how much (`Jump.fit`).
+# Both run one block, on the same keys and values. But the block learnt to read what the blocks
+# before it make of a token. In the skip set it gets the bare embedding, which it has never seen,
+# and the output head gets a state that the blocks after it should still have changed. The two
+# matrices of the jump stand for what is missing on either side. They can, because most of a token's
+# state in the middle follows from its embedding and from the state before it: even the
+# least-squares fit that the matrices start from (`Jump.fit`) drafts. Then the matrices and the copy
+# learn together, from the target's own distributions.
 
 # %% [markdown]
 # ## Questions

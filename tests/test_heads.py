@@ -32,6 +32,7 @@ from methods import heads
 from methods.heads import Eagle, ExitBlock, Jump, Kangaroo, Medusa, Prophet
 from methods.lookup import NGram
 from methods.trees import Siblings
+from model import Placement
 from sampling import Coins
 from speculative import generate, rounds
 
@@ -167,6 +168,25 @@ def test_a_head_starts_as_a_part_of_the_model(models, family):
         assert (said - m.unembed(trace[11])[:, :-k]).abs().max() < 1e-3
 
 
+@each_family
+def test_a_jump_starts_near_the_state_that_it_predicts(models, family):
+    """Before any training; and a copy of the last block leads to the final state itself."""
+    m = models[family]
+    tokens = torch.tensor([[(i * i + b) % 17 for i in range(40)] for b in range(8)])
+    trace = dict.fromkeys([5, 7])
+    m.run(m.embed(tokens), Placement.span(0, 40), trace=trace)
+    head = Jump(m, 3)
+    head.fit(tokens)
+    found = head.land(tokens[:, 1:], trace[7][:, :-1])
+    near, far = ((x - trace[5][:, 1:]).pow(2).mean() for x in (found, m.embed(tokens[:, 1:])))
+    near.backward()
+    assert near < far
+    assert head.weights.matrix.grad.abs().max() < 1e-9 * near, "no other matrix leads nearer"
+    last = Jump(m, 5)
+    last.fit(tokens)
+    assert last.weights.readout.abs().max() < 1e-9
+
+
 def test_a_prompt_of_one_token_drafts_from_its_own_state(models):
     m = models["llama"]
     alone, beside = (next(rounds(m, prompts, 9, Medusa(m, 3).drafter(3)))[1].draft.tokens
@@ -255,6 +275,8 @@ def test_damaged_files_are_refused(tmp_path, models):
 def test_what_makes_no_sense_is_refused(models):
     with pytest.raises(ValueError, match="exit layer must lie between 1 and 6"):
         Kangaroo(models["llama"], 7)
+    with pytest.raises(ValueError, match="over 5 blocks does not land before 2 more of 6"):
+        Jump(models["llama"], 5, 2)
     with pytest.raises(ValueError, match="2 heads cannot draft 3 tokens"):
         Medusa(models["llama"], 2).drafter(3)
 
