@@ -100,7 +100,10 @@ class Jump(Head):
 
 def lead(matrix, x, y):
     """Make it the matrix that leads from x (B, T, N) to y (B, T, M) with the least error."""
-    matrix.copy_(torch.linalg.lstsq(x.flatten(0, 1), y.flatten(0, 1)).solution.mT)
+    x = x.flatten(0, 1).double()
+    y = y.flatten(0, 1).double()
+    # trap: on a CPU `lstsq` is wrong at times where columns of x depend on each other
+    matrix.copy_((torch.linalg.pinv(x.mT @ x, hermitian=True) @ (x.mT @ y)).mT)
 
 
 class Steps:
