@@ -348,49 +348,6 @@ assert not SHIPPED or GAMMA != 3 or wide.mean() < chain.mean()
 print(f"a tree of {len(shape)}: tau {wide.mean():.2f}; EAGLE's chain: {chain.mean():.2f}")
 
 # %% [markdown]
-# ## A draft that begins in the middle
-#
-# Kangaroo runs the model's first blocks, and EAGLE runs none. A *jump* (the package
-# [economize](https://pypi.org/project/economize/) 0.3.2; no paper yet) begins between two blocks.
-# A matrix predicts the state that a token would have there, from the token's embedding and from a
-# state of the token before it. A trained copy of the next block runs on the prediction, and reads
-# the target's own keys and values. A second matrix leads to the output head.
-#
-# A skip set keeps as few blocks, but has nothing in place of those that it leaves out.
-#
-# **Predict:** the same block drafts as a skip set and after a jump. What is its tau in each?
-
-# %% jupyter={"source_hidden": true}
-from methods.heads import Jump
-
-jump = trained("jump", Jump(model, 2 * L // 3))
-start = jump.layers.start
-alone = [2 * start, 2 * start + 1]                              # the block that it copies
-plots.draw_paths({"a jump": ([start], plots.HUES[2], (start + 1, start)),
-                  "a skip set": ([start], plots.HUES[1], None)}, L)
-
-# %%
-price = heads.drafting(jump).start
-tries = {"jump": measure(jump.drafter(GAMMA)),
-         "skip set": measure(SelfDraft(model, alone, GAMMA))}
-for name, (tau, error, _) in tries.items():
-    print(f"{name:9} tau {tau:.2f} ± {error:.2f}")
-speed = tries["jump"][0] / (1 + GAMMA * price)
-print(f"a token of the jump costs c = {price:.2f}, EAGLE's {prices['eagle']:.2f}; "
-      f"speed-up by weights {speed:.2f}, EAGLE's {speeds['eagle']:.2f}")
-if SHIPPED:
-    assert tries["jump"][0] > 1.5 * tries["skip set"][0]
-
-# %% [markdown]
-# Both run one block, on the same keys and values. But the block learnt to read what the blocks
-# before it make of a token. In the skip set it gets the bare embedding, which it has never seen,
-# and the output head gets a state that the blocks after it should still have changed. The two
-# matrices of the jump stand for what is missing on either side. They can, because most of a token's
-# state in the middle follows from its embedding and from the state before it: even the
-# least-squares fit that the matrices start from (`Jump.fit`) drafts. Then the matrices and the copy
-# learn together, from the target's own distributions.
-
-# %% [markdown]
 # ## Questions
 #
 # Each answer is folded, and so is the cell below it that checks the answer.

@@ -478,7 +478,7 @@ def draw_paths(paths, L):
     drafted token runs, their hue, what it enters with)}. A column is a token, a row a block. What
     it enters with is None for the embedding, or (from, to), the blocks above which the state of the
     token before it is taken, and below which it goes on."""
-    figure, (sides,) = axes(1, len(paths), width=4.2, height=3.6)
+    figure, (sides,) = axes(1, len(paths), width=3.4, height=3.2)
     for side, (title, (blocks, hue, jump)) in zip(sides, paths.items(), strict=True):
         side.bar([-2, -1, 0], L, 0.7, color="#dce9f2")
         for k in (1, 2, 3):
