@@ -348,6 +348,54 @@ assert not SHIPPED or GAMMA != 3 or wide.mean() < chain.mean()
 print(f"a tree of {len(shape)}: tau {wide.mean():.2f}; EAGLE's chain: {chain.mean():.2f}")
 
 # %% [markdown]
+# ## A draft that begins in the middle
+#
+# Kangaroo runs the model's first blocks, and EAGLE runs none. A *jump* (the package
+# [economize](https://pypi.org/project/economize/) 0.3.2; no paper yet) begins between two blocks.
+# A matrix predicts the state that a token would have there, from the token's embedding and from a
+# state of the token before it. A trained copy of the next block runs on the prediction, and reads
+# the target's own keys and values. A second matrix leads to the output head.
+#
+# A skip set may keep as few blocks, but has nothing in place of those that it leaves out. An exit
+# keeps those before them, and pays for them.
+#
+# **Predict:** the same block drafts as a skip set and after a jump. What is its tau in each?
+
+# %% jupyter={"source_hidden": true}
+from methods.heads import Jump
+
+jump = trained("jump", Jump(model, 2 * L // 3))
+start = jump.layers.start
+alone = [2 * start, 2 * start + 1]                              # the block that it copies
+plots.draw_paths({"a jump": ([start], plots.HUES[2], (start + 1, start)),
+                  "a skip set": ([start], plots.HUES[1], None),
+                  "an exit": (range(start + 1), plots.HUES[1], None)}, L)
+
+# %%
+price = heads.drafting(jump).start
+each, _, _ = measure(jump.drafter(GAMMA))
+bare, _, _ = measure(SelfDraft(model, alone, GAMMA))
+print(f"block {start} alone: tau {bare.mean():.2f} as a skip set, {each.mean():.2f} after a jump")
+speed = each / (1 + GAMMA * price)
+print(f"a token costs c = {price:.3f}, EAGLE's {prices['eagle']:.3f}; speed-up by weights "
+      f"{speed.mean():.2f}, minus EAGLE's {text_by_text(speed, gains['eagle'])}")
+assert not SHIPPED or GAMMA != 3 or each.mean() > 1.5 * bare.mean()
+
+# %% [markdown]
+# Both run one block, on the same keys and values. But the block learnt to read what the blocks
+# before it make of a token. In the skip set it gets the bare embedding, which it has never seen,
+# and the output head gets a state that the blocks after it should still have changed. The two
+# matrices of the jump stand for what is missing on either side. They can, because most of a token's
+# state in the middle follows from its embedding and from the state before it: even the
+# least-squares fit that the matrices start from (`Jump.fit`) drafts. Then the matrices and the copy
+# learn together, from the target's own distributions.
+#
+# The shipped EAGLE learnt from sixteen times as many tokens. One that learnt from as many as the
+# jump drafts like it, and costs as much ([the table](../lab/BENCHMARKS.md#trained-heads)). On a
+# larger model, whose exits were never trained, economize reports that a jump over 16 of 24 blocks
+# gains more than its EAGLE-3 ([papers](../docs/papers.md)).
+
+# %% [markdown]
 # ## Questions
 #
 # Each answer is folded, and so is the cell below it that checks the answer.
