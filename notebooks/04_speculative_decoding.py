@@ -76,7 +76,8 @@ print(inspect.getsource(minimal.verify))
 # %% [markdown]
 # A drafted token t, drawn from q, is accepted with probability min(1, p(t) / q(t)). The first
 # rejection ends the round, because the later tokens were drafted after a token that is not in the
-# text. In its place comes the *correction*, drawn from the *residual* max(p - q, 0). If all are
+# text. (Their coins are flipped all the same, so that the random numbers of a batch agree.) In its
+# place comes the *correction*, drawn from the *residual* max(p - q, 0). If all are
 # accepted, the p after the last of them gives one more token for free, the *bonus*. So each round
 # writes at least one token and at most gamma + 1.
 #
@@ -114,7 +115,7 @@ print(cached[cached.index("        # Draft") : cached.index("        accepted, t
 # - The first blocks read D, the last known token, and each drafted token as it comes. Their states
 #   (`xs`) are kept, because the whole model would compute the same.
 # - The other blocks read all of them in one pass. So a round reads the weights of the first blocks
-#   gamma + 1 times, and all other weights once.
+#   and of the output head gamma + 1 times, and all other weights once.
 # - Nothing is taken back after a rejection. The next round begins at a lower place and overwrites
 #   it.
 #
@@ -137,7 +138,8 @@ print("equal, all", sum(map(len, texts[0])), "tokens")
 #
 # The common part of the two distributions, min(p, q), is written as accepted tokens. Where q has
 # more than p, the surplus is rejected. Where p has more than q, max(p - q, 0), the missing part is
-# written as corrections. Both surpluses have the same size, because p and q both sum to 1.
+# written as corrections. Both surpluses have the same size, because p and q both sum to 1. The
+# size of the common part is the chance that a drafted token is accepted. It is called **alpha**.
 #
 # **Predict:** which token is rejected most often? Which one is the most frequent correction?
 
@@ -335,12 +337,15 @@ print("text so far:", tokenizer.decode(state.known[0]))
 # - the text itself: whatever followed the last two tokens when they last occurred (`NGram`; Saxena
 #   2023).
 #
-# We decode greedily, so all three must write the same text.
+# We decode greedily, so all three must write the same text, but for a near-tie that rounding
+# decides ([notebook 5](05_the_same_text.ipynb)). We also look at the clock. (The speed is the
+# median of five runs in turn; what else the machine does can still move it by a tenth.)
 
 # %%
 from drafter import ModelDraft
 from methods.lookup import NGram
 from speculative import generate
+from support.compare import compare
 
 drafters = {"first blocks": lambda gamma: SelfDraft(model, range(2 * EXIT), gamma),
             "n-gram": lambda gamma: NGram(gamma, 2)}
@@ -351,9 +356,14 @@ gamma = 5
 plain, passes = generate(model, [prompt], 80)
 runs = {name: plots.record(model, tokenizer, [prompt], 80, make(gamma))
         for name, make in drafters.items()}
+makers = {"plain": lambda: None}
+makers |= {name: lambda make=make: make(gamma) for name, make in drafters.items()}
+write_on = lambda drafter: rounds(model, [prompt], 80, drafter)
+timed = compare(write_on, makers, 1, repeats=5)         # in turn; the median
 for name, seen in runs.items():
     assert [t.id for t in seen.rows[0]] == plain[0]
-    print(f"{name:13} {seen.counts.passes} passes instead of {passes}")
+    print(f"{name:13} {seen.counts.passes} passes instead of {passes}, "
+          f"{timed[name].rate / timed['plain'].rate:.2f} times as fast")
 
 # %%
 for name, seen in runs.items():
@@ -364,52 +374,6 @@ for name, seen in runs.items():
 # saves little here: a short story seldom repeats itself. It does better where text is copied, as in
 # code.
 #
-# ## Suffix decoding: copy what came before
-#
-# Copied text is the cheapest draft. An n-gram looks for the last n tokens, with one n for all
-# texts. *Suffix decoding* (Oliaro et al. 2024, [2411.04975](https://arxiv.org/abs/2411.04975))
-# tries every *suffix*: the last token, the last two, and so on, and counts what has followed each
-# of them so far. From a suffix of m tokens it follows the most frequent next token, for at most 2m
-# tokens, and as long as the chance of the whole copy stays above a limit. It drafts the copy that
-# promises the most accepted tokens.
-#
-# Here it writes code. **Look:** which copies are right?
-
-# %% jupyter={"source_hidden": true}
-from methods.lookup import Suffix
-
-code = checkpoint.encode(tokenizer, read_prompts("code")[0]["prompt"], c.bos)
-lookup = Suffix(7)
-print("suffix that is known already -> copy                                 accepted")
-for state, r in rounds(model, [code], 32, lookup):
-    drafted = r.draft.tokens[0].tolist()
-    before = len(state.known[0]) - len(r.new[0])
-    if drafted:
-        suffix = tokenizer.decode(state.known[0][before - lookup.matched[0] : before])
-        print(f"{suffix[-30:]!r:34} -> {tokenizer.decode(drafted)!r:34} "
-              f"{int(r.accepted)} of {len(drafted)}")
-
-# %% [markdown]
-# Names recur often, whole phrases less often. A copy costs no computation, so it gains wherever a
-# text repeats itself: in code, in summaries of a prompt, in lists. (The paper also keeps the texts
-# of earlier requests, and can draft a tree.) A story repeats names and short phrases only:
-
-# %% jupyter={"source_hidden": true}
-from support.stats import Counts
-
-copied = {}
-for kind in ("code", "stories"):
-    openings = [checkpoint.encode(tokenizer, line["prompt"], c.bos)
-                for line in read_prompts(kind)[:4]]
-    counts = Counts()
-    for _, r in rounds(model, openings, 48, Suffix(7), eos=c.eos):
-        counts.add(r)
-    copied[kind] = counts.accepted / counts.proposed
-    print(f"{kind}: {counts.accepted} of {counts.proposed} copied tokens accepted, "
-          f"{copied[kind]:.0%}; {counts.tau:.2f} tokens per pass")
-assert Path(MODEL).name != "stories-llama" or copied["stories"] < copied["code"]
-
-# %% [markdown]
 # ## Acceptance by position
 #
 # Make the drafts long, and count for each place in a draft: how often was it *tested*, that is, how
@@ -420,6 +384,7 @@ assert Path(MODEL).name != "stories-llama" or copied["stories"] < copied["code"]
 
 # %% jupyter={"source_hidden": true}
 from control import expected_tokens
+from support.stats import Counts
 
 K = 6
 prompts = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts("stories")]
@@ -465,7 +430,8 @@ figure
 # Accepted tokens become rare at late places because those places are *reached* less and less often.
 # A late token that is reached is accepted about as often as a first one: the differences are within
 # the error bars. If every place were exactly like the first, the orange line would be the dotted
-# one. Then each tested token is accepted with the same probability alpha, and a round writes
+# one. Then each tested token is accepted with the same probability alpha, and a round writes, on
+# average (we call it **tau**),
 #
 # $$E[\text{tokens}] = 1 + \alpha + \alpha^2 + \dots + \alpha^\gamma
 # = \frac{1 - \alpha^{\gamma+1}}{1 - \alpha} \qquad\text{(Leviathan et al., eq. 1)}$$
@@ -548,6 +514,50 @@ figure
 # 6](06_layer_skipping.ipynb)). So does the cost of checking several tokens ([notebook
 # 12](12_close_to_the_machine.ipynb)).
 #
+# ## Suffix decoding: copy what came before
+#
+# Copied text is the cheapest draft. An n-gram looks for the last n tokens, with one n for all
+# texts. *Suffix decoding* (Oliaro et al. 2024, [2411.04975](https://arxiv.org/abs/2411.04975))
+# tries every *suffix*: the last token, the last two, and so on, and counts what has followed each
+# of them so far. From a suffix of m tokens it follows the most frequent next token, for at most 2m
+# tokens, and as long as the chance of the whole copy stays above a limit. It drafts the copy that
+# promises the most accepted tokens.
+#
+# Here it writes code. **Look:** which copies are right?
+
+# %% jupyter={"source_hidden": true}
+from methods.lookup import Suffix
+
+code = checkpoint.encode(tokenizer, read_prompts("code")[0]["prompt"], c.bos)
+lookup = Suffix(7)
+print("suffix that is known already -> copy                                 accepted")
+for state, r in rounds(model, [code], 32, lookup):
+    drafted = r.draft.tokens[0].tolist()
+    before = len(state.known[0]) - len(r.new[0])
+    if drafted:
+        suffix = tokenizer.decode(state.known[0][before - lookup.matched[0] : before])
+        print(f"{suffix[-30:]!r:34} -> {tokenizer.decode(drafted)!r:34} "
+              f"{int(r.accepted)} of {len(drafted)}")
+
+# %% [markdown]
+# Names recur often, whole phrases less often. A copy costs no computation, so it gains wherever a
+# text repeats itself: in code, in summaries of a prompt, in lists. (The paper also keeps the texts
+# of earlier requests, and can draft a tree.) A story repeats names and short phrases only:
+
+# %% jupyter={"source_hidden": true}
+copied = {}
+for kind in ("code", "stories"):
+    openings = [checkpoint.encode(tokenizer, line["prompt"], c.bos)
+                for line in read_prompts(kind)[:4]]
+    counts = Counts()           # its tau: tokens written per round
+    for _, r in rounds(model, openings, 48, Suffix(7), eos=c.eos):
+        counts.add(r)
+    copied[kind] = counts.accepted / counts.proposed
+    print(f"{kind}: {counts.accepted} of {counts.proposed} copied tokens accepted, "
+          f"{copied[kind]:.0%}; {counts.tau:.2f} tokens per pass")
+assert Path(MODEL).name != "stories-llama" or copied["stories"] < copied["code"]
+
+# %% [markdown]
 # ## Questions
 #
 # Answer first. Then unfold the answer, and the check that is folded below it.

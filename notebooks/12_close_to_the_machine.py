@@ -200,7 +200,7 @@ print(f"{nearest}: launching takes {ratios[nearest]:.2f} times as long as readin
 # Verifying a draft is a pass over a few tokens, so each matrix is multiplied with a few rows. We
 # time such products with a matrix as wide as the matrices of SmolLM2, a small public model, but so
 # long that it fits into no cache. `F.linear` is torch's product. For comparison we time a sum over
-# as many bytes, which is about the fastest way to read them.
+# as many bytes, which does little more than read them.
 #
 # **Predict:** four rows need four times as many multiplications as one. Does the product take four
 # times as long?
@@ -218,7 +218,7 @@ as_large = torch.ones(matrix.nbytes // 4)
 work = {(name, T): lambda w=w, T=T: F.linear(x[:T], w) for name, w in ways.items() for T in few}
 work["reading"] = as_large.sum
 times = {name: 1e3 * seconds for name, seconds in interleave(work, 15).items()}
-print(f"{matrix.nbytes / 1e6:.0f} MB; to read them takes {times['reading']:.1f} ms")
+print(f"{matrix.nbytes / 1e6:.0f} MB; a sum over them takes {times['reading']:.1f} ms")
 for name in ways:
     one = times[name, 1]
     listed = ", ".join(f"{T} rows {times[name, T] / one:.2f}" for T in (2, 4, 8, 16))
@@ -261,7 +261,7 @@ plots.curves(left, few, done, xlabel="rows of x = multiplications per weight rea
              ylabel="billion multiplications per second", yscale="log",
              title=f"a product, {matrix.nbytes / 1e6:.0f} MB")
 left.plot(few, [T * matrix.numel() / 1e6 / times["reading"] for T in few],
-          color=plots.HUES[-1], ls="--", lw=1, label="what reading allows")
+          color=plots.HUES[-1], ls="--", lw=1, label="a sum over the bytes")
 left.minorticks_off()
 left.set_xticks(few[:5] + (16,), few[:5] + (16,))
 left.legend(frameon=False, fontsize=9, loc="lower right")
@@ -272,10 +272,11 @@ plots.curves(right, few, {name: [passes[one, T] for T in few] for name, one in n
 figure
 
 # %% [markdown]
-# On the left is a *roofline*. The dashed slope is what reading the matrix allows: twice the rows,
-# twice the multiplications for the same bytes. Near the slope a product waits for memory, and a row
-# more costs nothing. Where its points bend away from the slope, the multiplications take longer,
-# and each further row costs its own time. The loop lies close to the slope for a few rows.
+# On the left is a *roofline*. On the dashed slope a product would take as long as a sum over its
+# bytes: twice the rows, twice the multiplications in the same time. Along such a slope a product
+# waits for memory, and a row more costs nothing. Where its points bend away from it, the
+# multiplications take longer, and each further row costs its own time. (torch's sum is not the
+# fastest way to read on every machine, so a good loop may lie above the slope.)
 #
 # On the right is a whole pass. The matrices of this small model stay in the processor's caches, so
 # there is less to wait for, and more of a block's time is multiplication than in a model that

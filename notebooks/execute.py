@@ -2,11 +2,15 @@
 picture of the cell that is tagged "gallery" becomes NN_name.png.
 
     python notebooks/execute.py [01 04 ...]
+    python notebooks/execute.py --stale     which pages have outputs of older code
 
 The .py file is the source, in jupytext's percent format; an .ipynb is made from
 it, and never edited. Its line `%run start.py` becomes the folded cell `find.py`.
+Its metadata has a hash of each function of ours that it imports or prints.
 """
+import ast
 import base64
+import hashlib
 import io
 import re
 import sys
@@ -48,6 +52,60 @@ def read(path):
     return notebook
 
 
+def imported(code):
+    """{a name in a page: what it imports of us by that name, such as "control.best_gamma"}"""
+    found = {}
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom):
+            found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Import):      # then it uses module.name
+            modules = {a.name for a in node.names}
+            found |= {name: name for name in re.findall(r"\b\w+\.\w+", code)
+                      if name.split(".")[0] in modules}
+    return found
+
+
+def source_of(name):
+    """The definition of module.name in our code; None if there is none."""
+    module, _, name = name.rpartition(".")
+    file = HERE.parent / f"{module.replace('.', '/')}.py"
+    if not file.is_file():
+        return None
+    text = file.read_text(encoding="utf-8")
+    nodes = (node for node in ast.parse(text).body if getattr(node, "name", None) == name)
+    return next((ast.get_source_segment(text, node) for node in nodes), None)
+
+
+def made_of(notebook):
+    """{"prints" or "imports": {definition: its hash}}. What a page prints is hashed as it is, what
+    it imports without comments, docstrings and layout, which change no output."""
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    code = re.sub(r"^%.*|get_ipython.*", "", "\n".join(cells), flags=re.M)
+    names = imported(code)
+    printed = {names.get(name) for name in re.findall(r"getsource\(([\w.]+)\)", code)}
+    found = {"prints": {}, "imports": {}}
+    for name in sorted(set(names.values())):
+        text = source_of(name)
+        if text is None:
+            continue
+        kind = "prints" if name in printed else "imports"
+        if kind == "imports":
+            tree = ast.parse(text)
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
+                    node.body[0] = ast.Pass()
+            text = ast.unparse(tree)
+        found[kind][name] = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return found
+
+
+def stale(path, kinds=("prints", "imports")):
+    """The definitions whose code is not that of the page's outputs."""
+    stored = nbformat.read(path.with_suffix(".ipynb"), 4).metadata.get("made_of", {})
+    return sorted(name for kind in kinds for name, code in made_of(read(path))[kind].items()
+                  if stored.get(kind, {}).get(name) != code)
+
+
 def execute(path, where):
     """The notebook of a source file, run from the folder `where`. Raises nbclient's
     CellExecutionError where a cell fails."""
@@ -62,6 +120,7 @@ def execute(path, where):
         if "image/png" in output.get("data", {}):
             output.data["image/png"] = smaller(output.data["image/png"])
     notebook.metadata.pop("jupytext", None)
+    notebook.metadata["made_of"] = made_of(notebook)
     return notebook
 
 
@@ -84,6 +143,10 @@ def minutes(notebook):
 
 
 def main(names):
+    if names == ("--stale",):
+        for path in sources():
+            print(path.stem, *stale(path))
+        return
     for path in sources(*names):
         notebook = execute(path, path.parent)
         nbformat.write(notebook, path.with_suffix(".ipynb"))

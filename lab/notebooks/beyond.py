@@ -95,10 +95,20 @@ for name, head in heads.items():
     print(f"{name:10} {head.count():8,} weights of its own, {fewer} passes instead of {passes}")
 
 # %% [markdown]
-# Which is better, once both have learnt from the same 100,000 tokens? After exit 2 Kangaroo's
-# adapter is right more often (alpha 0.656 instead of 0.632, and the bare exit 0.633), and on a
-# model without trained exits by far (0.506 instead of 0.415). After exits 4 and 6 the two cannot be
-# told apart. So the answer is no. [The lab book](../BOOK.md#beyond) has the table.
+# Which is better, once both have learnt from the same 100,000 tokens? Here are the figures of a
+# stored run ([the lab book](../BOOK.md#beyond) has its command):
+
+# %% jupyter={"source_hidden": true}
+from lab.figures import stored
+
+for name, row in stored("m2r2").items():
+    print(f"{name:36} alpha {row['alpha']:.3f}, tau {row['tau']:.2f}, "
+          f"speed-up by weights {row['speed-up']:.2f}")
+
+# %% [markdown]
+# After the earliest exits Kangaroo's adapter is right more often than M2R2's row, and on a model
+# without trained exits by far. After exits 4 and 6 the two cannot be told apart. So the answer is
+# no.
 #
 # ## ProphetNet: to predict more than one token
 #
@@ -182,7 +192,7 @@ for t, e in enumerate(entry.tolist()):
 labels = [tokenizer.decode([t]).strip() for t in story.tolist()]
 side.set_xticks(range(len(story)), labels, rotation=90, fontsize=8)
 side.set(ylabel="entropy, nats", xlim=(-0.6, len(story) - 0.4),
-         title="hard to predict, relative to its entry: a new entry begins, and the hue changes")
+         title="entropy of each token; the colour changes where a new entry begins")
 figure
 
 # %% [markdown]
@@ -211,14 +221,16 @@ assert drafted == plain
 print(f"{fewer} passes of the model, and as many of the trunk, instead of {passes}; the same text")
 
 # %% jupyter={"source_hidden": true}
+for confidence, row in stored("hamburger").items():
+    print(f"confidence {confidence}: unchecked, it is off by {row['KL alone']:.2f} nats per token")
 assert not SHIPPED or all(found["speed-up"] < 1 for found in long.get("hamburger", {}).values())
 Markdown("\n".join(beyond.shown(long["hamburger"]))) if long else later
 
 # %% [markdown]
-# The lower the confidence, the more tokens a step says, and the further the text is from the
-# model's: 0.63 nats per token at 0.5, and 0.16 at 0.9. (Even where each step says a single token it
-# is not the model, because what the trunk learnt for the sake of the other tokens has moved it
-# away.) With the check nothing is left of the speed.
+# (The name of a row is the confidence below which an entry ends.) The lower the confidence, the
+# more tokens a step says, and the further the text is from the model's. (Even where each step says
+# a single token it is not the model, because what the trunk learnt for the sake of the other tokens
+# has moved it away.) With the check nothing is left of the speed.
 #
 # ## A sparse self-draft: to see less
 #

@@ -52,6 +52,30 @@ def test_what_is_committed_was_made_from_its_source(path):
     assert picture == path.with_suffix(".png").read_bytes()
 
 
+@each
+def test_a_page_prints_the_present_code(path):
+    """`python notebooks/execute.py --stale` also names what a page imports and has changed."""
+    assert not execute["stale"](path, ["prints"]), "run `make notebooks`"
+
+
+# decimals in text that nothing measured: settings, examples by hand, sections, published figures
+GIVEN = {
+    "02": "7.9 8.03 16.06", "03": "0.95", "04": "0.5 0.2 0.8 3.8 3.9 1.75 1.5 0.75",
+    "05": "0.8 0.5 0.3 0.2 0.7 0.63 0.231", "06": "3.6 3.2 0.4057 24.08 29.65 48.82",
+    "07": "2.25 2.26 2.78 1.96", "08": "3.1 0.05 0.09 0.3", "10": "0.95 0.49 0.04",
+    "11": "1.005 0.2 0.6 2.4 1.6", "12": "3.35 3.1 0.7 0.1 2.13 7.8 3.2",
+    "13": "1.00 0.03 1.2 0.2 0.5 1.6", "be": "0.05 0.3 0.5 3.1"}
+
+
+@each
+def test_a_figure_that_was_measured_is_printed_by_the_cell_that_measured_it(path):
+    """A text cell holds none: the next run would contradict it."""
+    text = "\n".join(c.source for c in execute["read"](path).cells if c.cell_type == "markdown")
+    text = re.sub(r"`[^`]*`|\$[^$]*\$|\]\([^)]*\)|\d{4}\.\d{5}", "", text)
+    found = set(re.findall(r"(?<![\w.])\d+\.\d+(?!\w)", text))
+    assert found <= set(GIVEN.get(path.stem[:2], "").split())
+
+
 def opened(where, repository="", file=None):
     """What the first cell prints in the folder `where`, and where it found the repository.
     file: the notebook's own place, which VS Code reveals."""
