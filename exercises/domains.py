@@ -98,8 +98,15 @@ def pairs(axes, rng):
         yield {axis: bounds[axis][i] for axis, i in row.items()}
 
 
+def size(row):
+    """How large an input is, by the numbers of its row."""
+    words = " ".join(str(v) for v in row.values() if not str(v)[:1].isalpha())
+    return sum(log(1 + float(x)) for x in re.findall(r"\d+\.?\d*(?:e-?\d+)?", words))
+
+
 def cases(name):
-    """All bounds in pairs, then inputs at random. Each has its own random numbers, as `draw`."""
+    """All bounds in pairs, and inputs at random, the small ones first. Each has its own random
+    numbers, as `draw`."""
     axes = domain(name)
     draws, = axes.pop("draws", [DRAWS])
     seed = zlib.crc32(f"{name} {os.environ.get(SEED, '')}".encode())
@@ -109,6 +116,6 @@ def cases(name):
         picked = {axis: rng.choice(values) for axis, values in axes.items()}
         rows.append({axis: v.draw(rng) if isinstance(v, Range) else v
                      for axis, v in picked.items()})
-    for n, row in enumerate(rows):
+    for n, row in enumerate(sorted(rows, key=size)):
         text = ", ".join(f"{axis} {v}" for axis, v in row.items())
         yield SimpleNamespace(**row, name=name, text=text, draw=random.Random(seed + n))
