@@ -342,9 +342,8 @@ for name, p in (("truncated", right), ("forgotten", forgot)):
 # The output still looks reasonable, which makes the bug hard to find. (With two tokens there would
 # be an error, because our mask is made from positions, and its width is not that of the cache. A
 # mask made from the length of the cache fits at any length, and the bug stays silent.) A batch
-# makes it worse:
-# `truncate` cuts all rows at the same length, but each row needs its own. A cache without a length
-# can have neither bug.
+# makes it worse: `truncate` cuts all rows at the same length, but each row needs its own. A cache
+# without a length can have neither bug.
 #
 # ## Three questions that readers ask
 #

@@ -76,8 +76,7 @@ print(inspect.getsource(minimal.verify))
 # %% [markdown]
 # A drafted token t, drawn from q, is accepted with probability min(1, p(t) / q(t)). The first
 # rejection ends the round, because the later tokens were drafted after a token that is not in the
-# text. (Their coins are flipped all the same, so that the random numbers of a batch agree.) In its
-# place comes the *correction*, drawn from the *residual* max(p - q, 0). If all are
+# text. In its place comes the *correction*, drawn from the *residual* max(p - q, 0). If all are
 # accepted, the p after the last of them gives one more token for free, the *bonus*. So each round
 # writes at least one token and at most gamma + 1.
 #
@@ -280,9 +279,8 @@ plots.draw_texts(laws, words)
 
 # %% [markdown]
 # The first mistake writes too often what the draft prefers: after a rejection it may draw a token
-# that was drafted too often already. Both mistakes write fluent text. No reader would notice, and a
-# test that compares greedy texts would miss the first one. An enumeration finds either of them at
-# once.
+# that was drafted too often already. Both mistakes write fluent text, which no reader would doubt.
+# A test that compares greedy texts would miss the first one. An enumeration finds both at once.
 #
 # Such mistakes were shipped: [a museum](../exercises/museum.md) shows them. In the second,
 # `transformers` took a *softmax* of the residual instead of scaling it to sum to 1
@@ -371,8 +369,7 @@ for name, seen in runs.items():
 
 # %% [markdown]
 # The colour and the line below a token show where it came from; hover over it for more. The n-gram
-# saves little here: a short story seldom repeats itself. It does better where text is copied, as in
-# code.
+# saves nothing here: a short story seldom repeats itself.
 #
 # ## Acceptance by position
 #
@@ -541,8 +538,8 @@ for state, r in rounds(model, [code], 32, lookup):
 
 # %% [markdown]
 # Names recur often, whole phrases less often. A copy costs no computation, so it gains wherever a
-# text repeats itself: in code, in summaries of a prompt, in lists. (The paper also keeps the texts
-# of earlier requests, and can draft a tree.) A story repeats names and short phrases only:
+# text repeats itself: in code, in summaries of a prompt, in lists. A story repeats names and short
+# phrases only:
 
 # %% jupyter={"source_hidden": true}
 copied = {}

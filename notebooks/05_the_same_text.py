@@ -130,7 +130,8 @@ print(f"{len(plain)} texts; the largest difference in probability from plain dec
 # also wins with p; otherwise the winner with p is written. No matter what drafts, the text consists
 # of winners with p.
 #
-# The picture shows one place of a story: the times of eight tokens, with p and with q.
+# The picture shows one place of a story: the times of eight tokens, with p and with q, in two
+# races. (↵ is the newline.)
 
 # %%
 import minimal
@@ -215,11 +216,10 @@ for name, matrix in ways.items():
 assert "our loop" not in ways or all(T == same for T, same in equal.items())
 
 # %% [markdown]
-# So this library changes its routine with the number of rows, where the printed counts jump, and
-# above that both numbers of rows take the same one. Such differences are in the last digits, and
-# mostly do not matter. In bfloat16, with its 8 binary
-# digits, two tokens are sometimes so close that the last bit decides between them. From there on,
-# the texts differ.
+# Where fewer rows are equal than there are, this library takes another routine for them than for
+# sixteen. The differences are in the last digits, and mostly do not matter. In bfloat16, with its 8
+# binary digits, two tokens are sometimes so close that the last bit decides between them. From
+# there on, the texts differ.
 #
 # `machine.exact.exactly` returns a model whose passes do not have this problem. We read one text in
 # blocks of 1, 2, 3 and 4 tokens, and compare the rows of logits, bit by bit, with the same rows in
@@ -302,7 +302,7 @@ assert kept[0.8, Coins, "exact"] < len(openings)
 
 # %% [markdown]
 # Greedy decoding needs only the exact passes. When we sample, both are needed. With passes as usual
-# most texts survive, because two tokens are seldom so close; but nothing promises it. With both, no
+# a text survives if no two of its tokens were that close, and nothing promises it. With both, no
 # drafter can change a token. `generate.py --exact` does both.
 #
 # There is a price. The prompt is read more slowly, since a library multiplies many rows faster than

@@ -4,7 +4,7 @@
 # The model drafts for itself with some of its own sub-layers. It needs no second model and no
 # second cache. A draft is a subsequence of `range(2L)`, and it gains only where alpha > c. Which
 # sub-layers should it be? This notebook asks how often their tokens would be accepted, what they
-# cost, and when that pays off. At the end a rule decides how far to draft while the text is being
+# cost, and when that pays off. Then a rule decides how far to draft while the text is being
 # written.
 #
 # You need [4, speculative decoding](04_speculative_decoding.ipynb). About 45 minutes.
@@ -271,8 +271,8 @@ plots.draw_traces(traces)
 # %% [markdown]
 # The cheap exit stays well above its c, and the rule changes only how far it drafts. The expensive
 # exit crosses its c in both directions: after a few bad rounds the rule stops, much later one try
-# succeeds, and from then on it drafts again. The useless draft gets two tries of one token in 120
-# rounds. (Each picture on the left has a scale of its own.)
+# succeeds, and from then on it drafts again. The useless draft gets two tries of one token in the
+# whole run. (Each picture on the left has a scale of its own.)
 #
 # **Try it:** change `seed=3` in the cell above. Will the expensive exit be stopped every time?
 #

@@ -11,7 +11,7 @@
 # > goes where the expected improvement is largest. And the best of many trials promises too much.**
 #
 # You need [6, layer skipping](06_layer_skipping.ipynb), and should know what a normal distribution
-# and a covariance are. About 45 minutes.
+# and a covariance are. About 25 minutes.
 
 # %%
 # %run start.py
@@ -22,7 +22,6 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from control import best_gamma, expected_speedup
 from methods.costs import by_weights
 from search import Calibration, Space, speedup
 from support.texts import read_prompts
@@ -36,32 +35,19 @@ calibration = Calibration(model, tokenizer, stories, 512)
 print(f"2^{2 * L} = {2.0 ** (2 * L):.1e} sets, scored on {sum(map(len, calibration.ids))} tokens")
 
 # %% [markdown]
-# ## What a set is worth
-#
-# One pass over a text gives the acceptances (`Teacher`, notebook 6), the weights give c, and
-# together they give the speed-up with the best gamma. `search.speedup` combines them. Scoring one
-# set is a *trial*. It needs no stopwatch (Draft & Verify times each trial), so it returns the same
-# value every time. It follows the acceptances *along* the text, round by round. The formula with
-# their mean alone gives something else, because accepted tokens come in groups:
-
-# %%
-for name, subs in (("everything", range(2 * L)), ("a quarter", range(2 * max(1, L // 4)))):
-    t = speedup(calibration, costs, list(subs))
-    gamma = best_gamma(t.alpha, t.cost, least=1)
-    print(f"{name:10} alpha {t.alpha:.2f}, c {t.cost:.2f}; "
-          f"along the text: gamma {t.gamma}, {t.speedup:.3f}; "
-          f"from the mean: gamma {gamma}, {expected_speedup(t.alpha, gamma, t.cost):.3f}")
-
-# %% [markdown]
 # ## A landscape that we know
+#
+# Scoring one set is a *trial*. One pass over a text gives the acceptances (`Teacher`, notebook 6),
+# the weights give c, and `search.speedup` follows the acceptances along the text, round by round,
+# with the best gamma. That needs no stopwatch, so a trial returns the same value every time. (Draft
+# & Verify times each trial.)
 #
 # To score every set, we need fewer of them. So we cut the blocks into bands, and skip or keep all
 # attentions of a band, or all its MLPs. The bands get wider with depth, and block 0 always stays.
-# Six bands make twelve groups, and twelve groups make 2^12 = 4,096 sets.
-#
-# `landscape.npz` holds the score of each of them for the shipped Llama. (For your own model, the
-# next cell makes three bands and scores all 64 sets.) A set is a row of bits, where 1 means that a
-# group is skipped. `a3-4` stands for the attentions of blocks 3 and 4, and `m3-4` for their MLPs.
+# Six bands make twelve groups, and twelve groups make 2^12 = 4,096 sets. `landscape.npz` holds the
+# score of each for the shipped Llama. (For your own model, the next cell makes three bands and
+# scores all 64 sets.) A set is a row of bits, where 1 means that a group is skipped. `a3-4` stands
+# for the attentions of blocks 3 and 4, and `m3-4` for their MLPs.
 
 # %% jupyter={"source_hidden": true}
 shipped = Path(MODEL).resolve() == ROOT / "weights" / "stories-llama"
@@ -92,9 +78,6 @@ for k in (5, 2**n - 1):                                         # does the file 
     fresh = speedup(calibration, costs, kept(z[k])).speedup
     assert abs(fresh - value[k]) < 0.02, "other weights: python -m lab.bench search"
 print("bits:", *names)
-
-# %% [markdown]
-# How good are they?
 
 # %% jupyter={"source_hidden": true}
 figure, ((left, right),) = plots.axes(1, 2, width=4.8)
@@ -135,9 +118,9 @@ for flips in sorted({1, 2, 3, n // 2, n}):
 assert not shipped or list(differ.values()) == sorted(differ.values())
 
 # %% [markdown]
-# We cannot draw a landscape over twelve bits. But we can walk through a part of it and flip one bit
-# per step (a *Gray code*). This walk visits all 64 combinations of six bits. The others stay as
-# they are in the best set.
+# We cannot draw a landscape over twelve bits. But we can walk along a *path* that flips one bit per
+# step (a *Gray code*). The path visits all 64 combinations of the first six bits. The others stay
+# as they are in the best set.
 
 # %% jupyter={"source_hidden": true}
 six = min(6, n)
@@ -151,26 +134,17 @@ def draw_slice(side, title=""):
     side.plot(value[path], color="#808080", lw=1, label="truth")
     side.set(ylabel="speed-up", title=title)
 
-# %% jupyter={"source_hidden": true}
-figure, ((upper,), (lower,)) = plots.axes(2, 1, width=9, height=1.9)
-draw_slice(upper)
-upper.set_xlim(-0.5, len(path) - 0.5)
-lower.imshow(z[path][:, :six].T, aspect="auto", cmap="Greys", vmax=1.6)
-lower.set_yticks(range(six), names[:six])
-lower.set(xlabel="sets along the path", ylabel="dark: skipped")
-figure
-
 # %% [markdown]
-# ## A Gaussian process, in three steps
+# ## A Gaussian process
 #
 # A Gaussian process treats all values as random numbers that are correlated. When it learns the
 # value of one set, its prediction for similar sets moves, and becomes more certain.
 #
-# **1. The kernel: similar sets have similar values.** The covariance of a set with itself is the
+# **The kernel: similar sets have similar values.** The covariance of a set with itself is the
 # *signal*, the variance of all values. Each bit in which two sets differ multiplies it by rho =
 # exp(-weight). All attention bits share one weight, and all MLP bits another. The two weights, the
-# signal and the *noise* of a trial are the four numbers in `theta`, as logarithms. Step 3 learns
-# them.
+# signal and the *noise* of a trial are the four numbers in `theta`, as logarithms. (The library
+# chooses the theta under which the values seen so far are the most likely.)
 
 # %%
 from search import GaussianProcess, distances, expected_improvement, kernel
@@ -178,27 +152,20 @@ from search import GaussianProcess, distances, expected_improvement, kernel
 groups = space.groups()                                         # 0: attention, 1: MLP
 theta = torch.tensor([0.3, 0.1, 0.8, 1e-3], dtype=torch.float64).log()  # two weights, signal, noise
 rho = torch.exp(-theta[groups].exp())                           # (n,): the factor of each bit
-
-
-def by_factors(a, b):
-    return theta[-2].exp() * torch.where(a == b, 1.0, rho).prod()
-
-
 library = kernel(distances(z[path], z[path], groups), theta)
-naive = torch.stack([torch.stack([by_factors(a, b) for b in z[path[:8]]]) for a in z[path[:8]]])
-assert torch.allclose(naive, library[:8, :8])
+assert torch.isclose(library[0, 1], theta[-2].exp() * rho[0])   # they differ in one bit, the first
 print("a set with itself, with one attention bit flipped, and with an MLP bit as well:",
       [round(x, 2) for x in library[0, :3].tolist()])
 
 # %% [markdown]
-# **2. Regression: spread the values seen so far.** Let y be the values of the sets tried, K the
+# **Regression: spread the values seen so far.** Let y be the values of the sets tried, K the
 # covariances of these sets with each other, k the covariances of a new set with them, k** the new
 # set's covariance with itself, and sigma² the noise. Then the value of the new set has mean mu and
-# standard deviation s (Rasmussen and Williams 2006, eq. 2.25 and 2.26). (The library first scales y
-# to mean 0 and standard deviation 1, and scales back at the end. Our trials have no noise; sigma²
-# takes up what the kernel cannot explain.)
+# standard deviation s (Rasmussen and Williams 2006, eq. 2.25 and 2.26):
 #
 # $$\mu = k^\top (K + \sigma^2 I)^{-1} y, \qquad s^2 = k_{**} - k^\top (K + \sigma^2 I)^{-1} k$$
+#
+# (The library first scales y to mean 0 and standard deviation 1, and scales back at the end.)
 
 # %%
 g = torch.Generator().manual_seed(0)
@@ -214,82 +181,6 @@ assert torch.allclose(naive, mean) and torch.allclose(spread, std)
 print("the textbook's formula and the library agree on", len(path), "sets")
 
 # %% [markdown]
-# Now the process gets 5, 20 and then 60 trials, drawn at random from all sets. Few of them lie on
-# the path.
-#
-# **Predict:** after which of the three does the band hold most of *all* sets? And most of the path?
-
-# %%
-SEED = 0
-COUNTS = (5, 20, 60)
-
-
-def learn(count, seed=SEED):
-    """A process that knows `count` random sets, and which sets these are."""
-    tried = torch.randperm(2**n, generator=torch.Generator().manual_seed(seed))[: min(count, 2**n)]
-    return GaussianProcess(z[tried], value[tried], groups), tried       # now with a fit of theta
-
-
-for count in COUNTS:
-    process, tried = learn(count)
-    shares = [float(((value[some] - mean).abs() < 2 * std).double().mean())
-              for some in (path, range(2**n)) for mean, std in [process.predict(z[some])]]
-    print(f"{count:3} trials: the band holds {shares[0]:3.0%} of the path, "
-          f"{shares[1]:3.0%} of all sets")
-
-# %% jupyter={"source_hidden": true}
-figure, sides = plots.axes(3, 1, width=7, height=1.6)
-for (side,), count in zip(sides, COUNTS, strict=True):
-    process, tried = learn(count)
-    mean, std = process.predict(z[path])
-    draw_slice(side, f"after {count} trials")
-    side.sharey(sides[0][0])
-    side.set_xlabel("sets along the path" if count == COUNTS[-1] else "")
-    side.plot(mean, color=plots.HUES[0], label="expected")
-    side.fill_between(range(len(path)), mean - 2 * std, mean + 2 * std, color=plots.HUES[0],
-                      alpha=0.15, lw=0, label="two standard deviations")
-    here = [i for i, at in enumerate(path.tolist()) if at in tried.tolist()]
-    side.plot(here, value[path[here]], "o", color=plots.HUES[1], label="tried")
-labels = sides[1][0].get_legend_handles_labels()
-figure.legend(*labels, loc="outside lower center", frameon=False, ncols=4)
-figure
-
-# %% [markdown]
-# Five trials are too few: they have ordinary values, so the process is certain that every set is
-# ordinary, and the path lies above the band. After twenty trials it knows which bits matter: what
-# it learns about a bit elsewhere also holds here. After sixty the band is narrow, holds nearly all
-# sets, and still misses many on the path. The path runs past the best sets of all, the process has
-# seen nothing as good, and it pulls every extreme set towards the mean.
-#
-# **Try it:** set `SEED` to 1, 2 and 3. Which of the two shares depends more on the luck of the
-# draw?
-#
-# <details><summary>Answer</summary>
-# The share of the path, because the path is a small and special part of the space.
-# </details>
-#
-# **3. The fit: which theta?** The *likelihood* is the probability of the values seen so far, given
-# theta. The process maximises the likelihood times a weak *prior*, which keeps theta in a plausible
-# range while there are few trials (a *maximum a posteriori* estimate). The picture shows minus the
-# logarithm of this product for the two weights, so lower is better.
-
-# %% jupyter={"source_hidden": true}
-grid = torch.linspace(-7, 2, 30, dtype=torch.float64)
-surface = [[float(process.loss(torch.stack([a, b, *process.theta[-2:]]))) for a in grid]
-           for b in grid]
-surface = torch.tensor(surface)
-figure, ((side,),) = plots.axes(1, 1, width=5.5, height=3.6)
-lowest = float(surface.min())
-shown = side.contourf(grid, grid, surface - lowest, levels=[0, 1, 2, 4, 8, 16, 32, 64, 128],
-                      cmap="viridis_r", extend="max")
-side.plot(*process.theta[:2], "*", color=plots.HUES[1], ms=14)
-side.set(xlabel="log weight of attention bits", ylabel="log weight of MLP bits",
-         title="after 60 trials; the star: where the fit ended")
-figure.colorbar(shown, ax=side, label="nats above the minimum")
-assert float(process.loss(process.theta)) < lowest + 2
-figure
-
-# %% [markdown]
 # ## Where to look next
 #
 # A trial is worthwhile if it may beat the best value so far. That can happen for two reasons: the
@@ -299,15 +190,12 @@ figure
 # $$EI = E\big[\max(0, f - f_\text{best})\big], \qquad f \sim N(\mu, s^2)$$
 
 # %%
-process, tried = learn(20)
+process = GaussianProcess(z[tried], value[tried], groups)       # now with a theta of its own
 mean, std = process.predict(z[path])
 best = float(value[tried].max())
-draws = torch.randn(200_000, generator=g, dtype=torch.float64)
-naive = torch.stack([(m + s * draws - best).clamp(min=0).mean()
-                     for m, s in zip(mean, std, strict=True)])
 gain = expected_improvement(mean, std, best)
-assert torch.allclose(naive, gain, atol=2e-3)
-print("the formula agrees with the mean over 200,000 draws")
+print(f"the best of {len(tried)} random sets reaches {best:.3f}; "
+      f"the largest expected improvement on the path is {float(gain.max()):.4f}")
 
 # %% [markdown]
 # **Predict:** on the path, where will expected improvement be largest: where the curve of the means
@@ -336,17 +224,19 @@ print(f"of {len(path)} sets, set {at} has rank {ranks[0]} by its mean, "
 figure
 
 # %% [markdown]
-# The mean decides here. The band collapses at the set that was tried: its value is known, and it
-# *is* the best so far, so little can be gained there. (Not nothing, because the process allows for
-# some noise.) Its neighbour has the second highest mean, and is still uncertain.
+# The mean decides here. At the set that was tried the band collapses: its value is known, so little
+# can be gained there. (Not nothing, because the process allows for some noise.) Its neighbour has
+# the second highest mean, and is still uncertain. What the process learnt about a bit elsewhere
+# also holds here. But the path runs past the best sets of all. The process has seen nothing as
+# good, so it expects less of them than they are worth.
 #
 # ## Does it search better than chance?
 #
 # `search.search` runs the whole loop: ten random trials, then one trial after another where the
 # expected improvement is largest. (A random trial first draws how many groups to skip, where each
 # number is equally likely, and then which. So sets that skip nearly nothing or nearly all come up
-# more often than others.) We compare it with random trials only, fifty trials each, with
-# five seeds. *Regret* is the gap between the best set found so far and the best set of all.
+# more often than others.) We compare it with random trials only, fifty trials each, with five
+# seeds. *Regret* is the gap between the best set found so far and the best set of all.
 #
 # **Predict:** after how many trials will the two medians part?
 
@@ -409,17 +299,14 @@ figure
 # first choices still teach it more than they gain, so the medians part only some trials later. The
 # search works: it finds the best of 4,096 sets *for the text that it is scored on*.
 #
-# ## Is the found set better than an early exit?
+# ## The winner's curse
 #
 # `search.py` has searched a larger space, in which each sub-layer but the first two may be skipped
 # on its own. The best of 200 trials on our 512 tokens is in `skip.json`: the exit after 2 blocks,
-# plus one attention far above. The simplest rivals are the early exits, which also lie in that
-# space. We add the found set's relatives: the same exit, plus any *other* sub-layer.
-#
-# We score each of them twice, as a mean over stories. (So far all tokens counted equally, whichever
-# story they are from. Both values stand below: they differ a little.) On the *calibration* text,
-# which the search has seen, each set gets its best gamma. The *test* text is the rest of our
-# stories. Nothing is chosen on it: it takes the set and the gamma as they are.
+# plus one attention far above. Its rivals are the early exits, and its relatives: the same exit,
+# plus any *other* sub-layer. On the *calibration* text, which the search has seen, each set gets
+# its best gamma. The *test* text is the rest of our stories. Nothing is chosen on it: it takes the
+# set and the gamma as they are.
 #
 # **Predict:** does the found set beat all exits on the calibration text? And on the test text?
 
@@ -453,8 +340,7 @@ print(f"the found set keeps {found}; "
       f"the test: {len(test.ids)} stories, {sum(map(len, test.ids)):,} tokens")
 for name in [*list(exits)[:5], "found"]:
     print(f"{name:7} c {trials[name].cost:.2f}, gamma {trials[name].gamma}: "
-          f"calibration {promised[name]:.3f} (over all tokens {trials[name].speedup:.3f}), "
-          f"test {float(tested[name].mean()):.3f}")
+          f"calibration {promised[name]:.3f}, test {float(tested[name].mean()):.3f}")
 
 # %% tags=["gallery"] jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=6.5, height=5)
@@ -480,52 +366,31 @@ figure
 # %% [markdown]
 # Points on the dashed line keep their promise. The test has easier stories, so nearly all sets lie
 # above it. The found set lies farthest below it: on the calibration text it was also the luckiest.
-# (The later exits are slower, and lie outside the picture.)
-#
-# Is it better or worse than an exit? A difference needs an interval. We take it story by story,
-# because a story is easy or hard for both. Few stories need a wide one: of five means, the standard
-# error itself is uncertain, so an interval that holds the truth in 95 % of the cases takes 2.78
-# standard errors on each side instead of 1.96 (Student's t).
+# (The later exits are slower, and lie outside the picture.) How far is it ahead of the best exit?
+# We compare story by story, because a story is easy or hard for both.
 
 # %% jupyter={"source_hidden": true}
-STUDENT = {4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}      # by degrees of freedom
-
-
-def lead(text, name, rival, gamma=None):
-    """How far set `name` is ahead of `rival`, per document: the mean, and how far its 95 % interval
-    reaches on each side. gamma: of both; None: each has its own."""
-    ours, theirs = (score(text, sets[some], gamma or trials[some].gamma) for some in (name, rival))
-    gap = ours - theirs
-    return float(gap.mean()), STUDENT[len(gap) - 1] * float(gap.std() / len(gap) ** 0.5)
-
-
 best_exit = max(exits, key=lambda name: trials[name].speedup)           # chosen without the test
 order = sorted(sets, key=lambda name: -float(tested[name].mean()))
 promised_lead = promised["found"] - promised[best_exit]
-mean_lead, reach = lead(test, "found", best_exit)
-print(f"best on the calibration text: the found set, and of the exits {best_exit}")
+leads = tested["found"] - tested[best_exit]                             # (stories,)
+lead = float(leads.mean())
+error = float(leads.std() / len(leads) ** 0.5)
 print(f"found - {best_exit}: {promised_lead:+.3f} on the calibration text, "
-      f"{mean_lead:+.3f} ± {reach:.3f} on the test (95 %)")
+      f"{lead:+.3f} ± {error:.3f} (standard error) on the test")
 print(f"of {len(sets)} sets, the found one is number {order.index('found') + 1} on the test")
 surplus = {name: float(tested[name].mean()) - promised[name] for name in sets}
-assert not shipped or trials["found"].speedup == max(t.speedup for t in trials.values())
 assert not shipped or promised["found"] == max(promised.values())
 assert not shipped or min(surplus, key=surplus.get) == "found", "the farthest below the line"
 assert not shipped or sum(x < 0 for x in surplus.values()) <= 3, "nearly all lie above"
-assert not shipped or max(abs(mean_lead), abs(mean_lead - promised_lead)) < reach, "it holds both"
+assert not shipped or max(abs(lead), abs(lead - promised_lead)) < 2 * error, "it may be either"
 
 # %% [markdown]
-# So the search did not fail: on the text that it was scored on, its set is the best of all 56.
-# Whether it is better on other stories, five of them cannot say: the interval holds zero, and the
-# promised lead as well. Exit 3 does well on the test. But to pick it because of this picture is to
-# choose on the test, and then a third text is needed to score it.
+# On the text that it was scored on, its set is the best of all. Whether it is better on other
+# stories, five of them cannot say: neither no lead nor the promised one is two errors away.
 #
-# ## The winner's curse
-#
-# Little of the lead was left. Was that bad luck? Let every story take a turn. We choose the best
-# set and gamma on some of the eight stories, score that choice on the others, and average over all
-# ways to split them. Over all splits, every story counts equally often in the choosing and in the
-# scoring.
+# Was that bad luck? Let every story take a turn. We choose the best set and gamma on some of the
+# eight stories, score that choice on the others, and average over all ways to split them.
 #
 # **Predict:** we choose among all sets, or among the exits only. Which choice promises more? Which
 # one keeps more?
@@ -579,152 +444,23 @@ figure
 
 # %% [markdown]
 # Whatever wins a comparison owes part of its lead to luck, and luck does not repeat itself. This is
-# the *winner's curse*. A search that chooses like this **overfits** its calibration text. More text
+# the *winner's curse*: a search that chooses like this **overfits** its calibration text. More text
 # makes the gap smaller, and more candidates make it larger: the longer list promises more, and
 # keeps no more. (From two stories on, the kept curves even fall a little. Over all eight stories
 # the best sets are nearly equal, so what was lucky in the choosing is unlucky in the scoring.) So:
 #
 # - report what the *test* says, never the value that made you choose;
-# - choose among few candidates, or on much text;
+# - choose among few candidates, or on much text of the kind that you will write;
 # - compare with the best exit, chosen in the same way. This model was trained for its exits, and
 #   they are hard to beat. Llamas without such training were
 #   [slower](https://huggingface.co/blog/layerskip) with exits than without drafts; there a search
 #   has no such rival.
-
-# %% [markdown]
-# ## Does it transfer?
 #
-# A set found on stories is fitted to stories. How far ahead of the best exit is it on other text?
-
-# %% jupyter={"source_hidden": true}
-leads = {"stories (test)": lead(test, "found", best_exit)}
-same = trials[best_exit].gamma
-with_same = {}
-for kind in ("dialogues", "maths", "code"):
-    there = Calibration(model, tokenizer, [line["text"] for line in read_prompts(kind)], 10**6)
-    leads[kind] = lead(there, "found", best_exit)
-    with_same[kind] = lead(there, "found", best_exit, same)
-    print(f"{kind:10} found - {best_exit}: {leads[kind][0]:+.3f} ± {leads[kind][1]:.3f}; "
-          f"with gamma {same} for both: {with_same[kind][0]:+.3f} ± {with_same[kind][1]:.3f} "
-          "(95 %)")
-if shipped:
-    assert with_same["code"][0] < -with_same["code"][1] and leads["code"][0] < with_same["code"][0]
-    assert leads["dialogues"][0] > leads["dialogues"][1] and with_same["dialogues"][0] < 0
-
-# %% jupyter={"source_hidden": true}
-figure, ((side,),) = plots.axes(1, 1, width=7, height=2.6)
-means, reaches = zip(*leads.values(), strict=True)
-side.errorbar(means, range(len(leads)), xerr=reaches, fmt="o", color=plots.HUES[1], capsize=4)
-side.axvline(0, color="#404040", lw=0.8)
-side.plot(promised_lead, 0, "*", color="#808080", ms=12, label="promised by the calibration text")
-side.set_yticks(range(len(leads)), leads)
-side.invert_yaxis()
-side.set(xlabel=f"speed-up of the found set minus that of {best_exit}; bars: 95 % intervals")
-side.legend(frameon=False, fontsize=9)
-figure
-
-# %% [markdown]
-# On code the found set loses more than chance explains, by its attention as well as by its longer
-# drafts (gamma 3 against 2). On dialogues it seems to gain, but by its longer drafts alone. The
-# value of a set and a gamma depends on the text. So search on the kind of text that you will write.
+# ## A question
 #
-# ## Exercise: another acquisition
+# The answer is folded, and so is the cell below it that checks it.
 #
-# The *upper confidence bound* is simpler than expected improvement: the next trial goes where
-# mean + beta · standard deviation is largest. (Srinivas et al. 2010 write √β for the factor, and
-# let it grow slowly with the number of trials. We keep one.) Write `ucb(mean, std, beta)`. With it
-# write `ucb_search(z, trial, groups, count, seed, beta)`: ten random sets first; then fit, score
-# *all* sets, and try the best one that is new. `trial(k)` returns the value of set k, and costs one
-# of your `count` trials.
-#
-# The next cell holds a solution; JupyterLab shows it folded. Write yours in a new cell below it,
-# under the same names, before you unfold it. The cell after that checks the definitions that ran
-# last.
-
-# %% jupyter={"source_hidden": true}
-def ucb(mean, std, beta):
-    return mean + beta * std
-
-
-def ucb_search(z, trial, groups, count, seed, beta=2.0):
-    """The numbers of the sets that were tried, in order."""
-    g = torch.Generator().manual_seed(seed)
-    tried = torch.randperm(len(z), generator=g)[: min(10, len(z) // 2)].tolist()
-    values = [trial(k) for k in tried]
-    while len(tried) < count:
-        process = GaussianProcess(z[tried], torch.tensor(values), groups)
-        score = ucb(*process.predict(z), beta)
-        score[tried] = -torch.inf
-        tried.append(int(score.argmax()))
-        values.append(trial(tried[-1]))
-    return tried
-
-# %% jupyter={"source_hidden": true}
-asked = []
-given = []
-
-
-def trial(k):
-    asked.append(k)
-    return float(value[k])
-
-
-def watched(mean, std, beta, plain=ucb):                        # plain: `ucb` before it is replaced
-    given.append(std)
-    return plain(mean, std, beta)
-
-
-m = torch.tensor([1.0, 1.0])
-s = torch.tensor([0.0, 0.25])
-assert torch.allclose(ucb(m, s, 3.0), torch.tensor([1.0, 1.75])), "mean + beta * standard deviation"
-count = min(40, 2**n)
-first = min(10, 2**n // 2)
-runs = {}
-plain = ucb
-ucb = watched
-for beta in (0.0, 2.0, 20.0):
-    asked.clear()
-    given.clear()
-    runs[beta] = tried = ucb_search(z, trial, groups, count, seed=0, beta=beta)
-    once = len(set(tried)) == count
-    assert once and sorted(asked) == sorted(tried), "each set once, and nothing but these"
-    assert given, "ucb_search must call ucb"
-    process = GaussianProcess(z[tried[:first]], value[tried[:first]], groups)
-    assert torch.allclose(given[0], process.predict(z)[1], atol=1e-4), "pass the standard deviation"
-    print(f"beta {beta:4}: regret {float(value.max() - value[tried].max()):.4f}")
-ucb = plain
-same_start = runs[0.0][:first] == runs[20.0][:first]
-assert same_start and runs[0.0] != runs[20.0], "beta must decide after the start"
-better = float((value[runs[2.0][first:]].mean() > value).double().mean())
-assert n < 7 or better > 0.9, "after the random trials your choices should be better than most sets"
-
-# %% [markdown]
-# With beta = 0 the search only goes where the mean is largest. Here that is enough: the values
-# follow the bits so regularly that the mean is a good guide. A large beta spends its trials on sets
-# that are merely unusual. On a rougher landscape, beta = 0 can get stuck.
-#
-# ## Questions
-#
-# Each answer is folded, and so is the cell below it that checks the answer.
-#
-# **1.** Suppose the kernel's weight of attention bits goes to zero. What does the process believe
-# then?
-#
-# <details><summary>Answer</summary>
-# That attention bits do not matter: sets that differ only in them have the covariance that a set
-# has with itself, so they have the same value.
-# </details>
-
-# %% jupyter={"source_hidden": true, "outputs_hidden": true}
-flat = torch.tensor([1e-12, 0.1, 0.8, 1e-3], dtype=torch.float64).log()
-a = z[:1]                                                       # nothing is skipped
-b = groups[None].eq(0).double()                                 # all attentions are skipped
-signal = torch.full((1, 1), 0.8, dtype=torch.float64)
-assert torch.isclose(kernel(distances(a, b, groups), flat), signal)
-print("covariance 0.8, which is the signal")
-
-# %% [markdown]
-# **2.** Suppose the objective is alpha alone. (SWIFT, in notebook 10, does something like this; it
+# **1.** Suppose the objective is alpha alone. (SWIFT, in notebook 10, does something like this; it
 # calls its score *matchness*.) Which set does the search find?
 #
 # <details><summary>Answer</summary>
@@ -735,24 +471,6 @@ print("covariance 0.8, which is the signal")
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 assert land["alpha"].argmax() == 0 and land["alpha"][0] == 1
 print("set 0 skips nothing and is always accepted")
-
-# %% [markdown]
-# **3.** A trial has no noise: it returns the same value every time. How can the search overfit,
-# then?
-#
-# <details><summary>Answer</summary>
-# The value is exact for <i>this</i> text. On another text the sets come in another order: from
-# story to story, a set's lead over the others changes more than the sets differ on average.
-# </details>
-
-# %% jupyter={"source_hidden": true, "outputs_hidden": true}
-lead_of = torch.stack([tested[name] for name in relatives])     # (sets, stories)
-lead_of = lead_of - lead_of.mean(0)                             # over the mean on each story
-between_stories = lead_of.std(1).mean()
-between_sets = lead_of.mean(1).std()
-assert not shipped or between_stories > between_sets
-print(f"standard deviation of a lead, between stories {between_stories:.3f}; "
-      f"between sets {between_sets:.3f}")
 
 # %% [markdown]
 # Next: [trees](08_trees.ipynb). So far each draft is a single chain of tokens. What if a draft

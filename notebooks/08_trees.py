@@ -10,7 +10,7 @@
 # > tree changes how many tokens a pass writes, but not their distribution.**
 #
 # You need [4, speculative decoding](04_speculative_decoding.ipynb), and [6, layer
-# skipping](06_layer_skipping.ipynb) for the early exit that drafts here. About 45 minutes.
+# skipping](06_layer_skipping.ipynb) for the early exit that drafts here. About 40 minutes.
 
 # %%
 # %run start.py
@@ -557,7 +557,7 @@ print(f"with replacement {accepted(p6, again):.3f}, without {accepted(p6, famili
 # then?
 #
 # <details><summary>Answer</summary>
-# `verify`, with the same coins: a chain is a tree without siblings.
+# <code>verify</code>, with the same coins: a chain is a tree without siblings.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}

@@ -11,7 +11,7 @@
 # > pass.**
 #
 # You need [6, layer skipping](06_layer_skipping.ipynb), and [8, trees](08_trees.ipynb) for the
-# trees near the end. About 35 minutes.
+# trees near the end. About 40 minutes.
 
 # %%
 # %run start.py
@@ -283,10 +283,10 @@ side.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5
 figure
 
 # %% [markdown]
-# The picture by place explains the table. Within their errors the curves are flat, so whoever is
-# right at the first place is mostly right at the next ones, too. Only EAGLE falls at the third,
-# where it has read its own output twice. The prophet and Medusa are wrong at the first token
-# already, and cheap drafts do not help much if they are rejected.
+# The picture by place explains the table. Within their errors the curves are flat: a draft that has
+# been right so far is right again about as often. Only EAGLE falls at the third place, where it has
+# read its own output twice. The prophet and Medusa are often wrong at the first token already, and
+# a cheap draft does not help much if it is rejected.
 #
 # The best exit is the baseline that counts: it needs no training. The lines below the table say by
 # how much a head is ahead of it, and whether eight stories can tell. These speed-ups count weights,

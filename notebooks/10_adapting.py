@@ -279,7 +279,7 @@ print(f"the search itself cost as much as {cost:.0f} passes")
 # %% [markdown]
 # Little, for three reasons. SWIFT's sets keep more than half of the model, so a drafted token is
 # expensive. The best of many scores from a short window is flattered by chance (notebook 7): after
-# the window the two sets are hardly further apart than one standard error. And scoring a set costs
+# the window the two sets cannot be told apart. And scoring a set costs
 # about as much as a drafted token, so our one short text ends before the search has paid for
 # itself. In the paper the search goes on over many requests, which share its cost, and the models
 # are large and lose little when blocks are skipped.

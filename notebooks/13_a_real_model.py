@@ -126,10 +126,6 @@ figure
 # LayerSkip's recipe asks each exit for the right token, so that the head can read what the blocks
 # below it know.
 #
-# From half an hour of that recipe on two processor cores, exit 4 of SmolLM2 learnt some of this,
-# but less than EAGLE learns from as much text. And the recipe changes the model. (The figures and
-# the command are in [the lab book](../lab/BOOK.md#a-real-model).)
-#
 # ## Skipping layers
 #
 # Perhaps some sub-layer in the middle does little. We leave out each of the 60 alone. Two of the
@@ -177,8 +173,8 @@ print(f"c 0.9 and always right: {once:.2f} with gamma 1, {often:.2f} with gamma 
       f"at most {never:.2f}")
 
 # %% [markdown]
-# None of these sets gains even two per cent. (The ± is the standard error of two answers, which is
-# little text: neighbouring lines of this list cannot be told apart.) At cost c per token no
+# None of these sets gains even two per cent. (The ± is the standard error over two answers:
+# neighbouring lines cannot be told apart.) At cost c per token no
 # draft gains more than 1/c, however long and however right. To gain, a skip set has to leave out
 # *much* and stay right, and here it does not.
 #
@@ -216,9 +212,8 @@ for count in (1, 2, 4, 8, 16):
 # = \frac{1}{c + \frac{1 - c}{\gamma + 1}} < \frac{1}{c}$$
 #
 # A longer draft only makes the fraction in the denominator smaller: the c stays. And 1/c is the
-# speed of the copy writing alone. (It would write *its own* text, though. Drafting keeps the
-# model's.) Where a pass waits for bytes, c is a ratio of bytes. In int4 a weight takes 5 bits: 4,
-# and its part of the two numbers that its group of 32 shares.
+# speed of the copy writing alone. Where a pass waits for bytes, c is a ratio of bytes. In int4 a
+# weight takes 5 bits: 4, and its part of the two numbers that its group of 32 shares.
 #
 # **Predict:** what is c in int4, and in int8, if the model is in bfloat16? How much can each gain
 # at most with 1, 3 and 8 tokens per draft?
@@ -411,16 +406,14 @@ assert by_tau[0] == "chat" and by_tau[-2:] == ["translation", "code_edits"]
 # The ± is the standard error over the prompts: four of each kind are few.
 #
 # Copying gains where the answer repeats the prompt, most on edits of code, and little on chat.
-# Translation comes second with these four prompts, but its error is large. Copying drafts only
-# where it finds a copy, so the formula cannot compute tau from this alpha.
+# Copying drafts only where it finds a copy, so the formula cannot compute tau from this alpha.
 #
 # ## What a head costs
 #
 # On chat the copy in four bits gains, but each of its tokens costs a third of a pass. A draft that
 # is far cheaper has to learn what the model says. EAGLE's head is one block. Ours reads the next
 # token and a mix of three states of the target, after 7, 15 and all 30 blocks. (The mix is
-# EAGLE-3's, arXiv 2503.01840; the first EAGLE, arXiv 2401.15077, reads the last state alone, as in
-# notebook 9.) It has few weights of its own. But then comes the output head.
+# EAGLE-3's, arXiv 2503.01840.) It has few weights of its own. But then comes the output head.
 
 # %% jupyter={"source_hidden": true}
 from methods import heads
@@ -444,8 +437,8 @@ assert [1 + tap // 2 for tap in eagle.taps] == [7, 15, 30]
 # ## What the head has learnt
 #
 # It learnt from answers of the model itself, none of them to the prompts used here ([its
-# card](../weights/smollm/heads/eagle/README.md)). Below, blue is drafted and accepted, orange
-# corrects a rejected draft, and green is the token after a draft that was accepted whole.
+# card](../weights/smollm/heads/eagle/README.md)). The colours below show where
+# each token came from.
 
 # %%
 from IPython.display import HTML, display
@@ -455,8 +448,7 @@ display(HTML(plots.text_html(seen)))
 assert [t.id for t in seen.rows[0]] == answers[0], "the text of plain decoding"
 
 # %% [markdown]
-# Plain decoding writes the same text, token for token. **Look** at the orange tokens: would you
-# have guessed them?
+# Plain decoding writes the same text, token for token.
 #
 # **Predict:** on which kind will this head be right most often, on which least? (Its short head was
 # chosen from English answers.)
@@ -545,9 +537,8 @@ assert GAMMA != 2 or [kind for kind, gamma in best.items() if gamma] == ["code_e
 # %% [markdown]
 # At twice the cost hardly any do. Only code edits gain, by little, and there the formula is
 # optimistic (question 4). Where nothing brings more than 1.00, `best_gamma` returns 0: draft
-# nothing. `generate.py --draft auto` decides this while it writes. It weighs copies, this head and
-# the model in four bits before every draft, and stops where nothing pays ([notebook
-# 11](11_pace.ipynb)).
+# nothing. `generate.py --draft auto` decides this while it writes. See [notebook
+# 11](11_pace.ipynb).
 #
 # ## One table
 #
@@ -584,7 +575,8 @@ for name in [*ways][1:]:
 Markdown("\n".join(lines))
 
 # %% [markdown]
-# (Two questions of chat and two code edits, the means of two runs. The formula takes one alpha for
+# (Two questions of chat and two code edits, the means of two runs. The exit's v is below 1, because
+# its verifying pass runs only the blocks above the exit. The formula takes one alpha for
 # all places and all rounds, which fits a copy of the model and fits lookup badly: lookup drafts
 # only where it finds something.)
 #

@@ -14,6 +14,7 @@ import hashlib
 import io
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import jupytext
@@ -23,6 +24,12 @@ from PIL import Image
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 600  # seconds for a cell, on a machine that is busy
+
+# how much of a page a student does per minute. The first three are the pace of reading aloud: words
+# of text, lines of code and printed lines per minute, as espeak-ng reads our pages at 150 words per
+# minute. Then pictures, predictions or trials, and questions, which are our estimates.
+PER_MINUTE = {"words": 150, "code": 18, "printed": 10, "pictures": 3, "tasks": 2 / 3,
+              "questions": 1}
 
 
 def sources(*names):
@@ -125,21 +132,23 @@ def execute(path, where):
 
 
 def minutes(notebook):
-    """How long a student needs who reads what is not folded, predicts, tries and answers: 200 words
-    and 10 lines of code per minute, half a minute for a picture, 1.5 for a prediction or a trial,
-    and 1 for a question."""
-    words = " ".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    pictures = sum("image/png" in o.get("data", {}) for cell in code for o in cell.outputs)
-    lines = 0
-    for cell in code:
-        if not cell.metadata.get("jupyter", {}).get("source_hidden"):
-            lines += sum(map(bool, cell.source.split("\n")))
-            if "getsource" in cell.source:      # it prints code
-                lines += sum(o.get("text", "").count("\n") for o in cell.outputs)
-    tasks = len(re.findall(r"\*\*(?:Predict|Try it)", words))
-    questions = len(re.findall(r"\*\*\d\.\*\* ", words))
-    return len(words.split()) / 200 + lines / 10 + pictures / 2 + 1.5 * tasks + questions
+    """How long a student needs who reads all that is not folded at the pace of reading aloud, and
+    predicts, tries and answers. PER_MINUTE has the paces."""
+    counts = Counter()
+    for cell in notebook.cells:
+        folded = cell.metadata.get("jupyter", {})
+        if cell.cell_type == "markdown":
+            counts["words"] += len(cell.source.split())
+            counts["tasks"] += len(re.findall(r"\*\*(?:Predict|Try it)", cell.source))
+            counts["questions"] += len(re.findall(r"\*\*\d\.\*\* ", cell.source))
+            continue
+        if not folded.get("source_hidden"):
+            counts["code"] += sum(map(bool, cell.source.split("\n")))
+        kind = "code" if "getsource" in cell.source else "printed"      # it may print code
+        for output in () if folded.get("outputs_hidden") else cell.outputs:
+            counts[kind] += output.get("text", "").count("\n")
+            counts["pictures"] += "image/png" in output.get("data", {})
+    return sum(count / PER_MINUTE[kind] for kind, count in counts.items())
 
 
 def main(names):

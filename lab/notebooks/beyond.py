@@ -22,7 +22,7 @@
 # [the lab book](../BOOK.md#beyond) has their commands.
 #
 # You need notebooks [6](../../notebooks/06_layer_skipping.ipynb) and
-# [9](../../notebooks/09_trained_heads.ipynb). About 20 minutes.
+# [9](../../notebooks/09_trained_heads.ipynb). About 25 minutes.
 
 # %%
 # %run start.py

@@ -41,8 +41,12 @@ def test_runs_from_top_to_bottom(path):
 @each
 def test_what_is_committed_was_made_from_its_source(path):
     notebook = nbformat.read(path.with_suffix(".ipynb"), 4)
-    assert execute["minutes"](notebook) <= 45, "too long for a sitting"
+    minutes = execute["minutes"](notebook)
+    assert minutes <= 45, "too long for a sitting"
     made = notebook.cells
+    text = " ".join(cell.source for cell in made if cell.cell_type == "markdown")
+    stated = re.search(r"About\s+(\d+)\s+minutes", text)
+    assert int(stated[1]) == 5 * round(minutes / 5), f"it takes {minutes:.0f} minutes"
     source = execute["read"](path).cells
     cells, source = ([(c.cell_type, c.source) for c in part] for part in (made, source))
     assert cells == source, "run `make notebooks`"
@@ -125,11 +129,18 @@ def test_a_figure_is_white_on_a_dark_page_too():
 
 
 def test_minutes_by_hand():
-    """200 words, 2 lines of code that are not folded, one prediction: 1 + 0.2 + 1.5 minutes."""
+    """150 words, 18 lines of code that are not folded and 9 that are printed, ten printed lines, a
+    picture, a prediction and a question: 1 + 1.5 + 1 + 1/3 + 1.5 + 1 minutes. What is folded is
+    free."""
     text, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
-    folded = {"jupyter": {"source_hidden": True}}
-    cells = [text("word " * 198 + "**Predict:** it"), code("a\n\nb"), code("c", metadata=folded)]
-    assert execute["minutes"](nbformat.v4.new_notebook(cells=cells)) == pytest.approx(2.7)
+    out = nbformat.v4.new_output
+    folded = {"jupyter": {"source_hidden": True, "outputs_hidden": True}}
+    printed = [out("stream", text=10 * "line\n"), out("display_data", {"image/png": ""})]
+    source = [out("stream", text=9 * "code\n")]
+    cells = [text("word " * 146 + "**Predict:** it **1.** what"),
+             code("a\n\n" * 17, outputs=printed), code("getsource(f)", outputs=source),
+             code("c\nd", metadata=folded, outputs=printed)]
+    assert execute["minutes"](nbformat.v4.new_notebook(cells=cells)) == pytest.approx(19 / 3)
 
 
 def test_html_of_a_generation_is_escaped():
