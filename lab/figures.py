@@ -4,22 +4,20 @@
     python -m lab.figures --check    names each figure that differs from its result, or has none
 
 A result is lab/results/NAME.json: what was run, at which commit, when, on what, how often, and a
-tree of figures. `python -m lab.bench WHAT --out lab/results/NAME` writes one. In a document, a
-comment above a table or a paragraph says where its figures are kept:
+tree of figures. `python -m lab.bench WHAT --out lab/results/NAME` writes one. A document says in
+comments, which no reader sees, where its figures are kept: after a figure in the text, and above a
+table, whose rows and columns have the names of the tree.
+
+    Suffix decoding gains 1.07<!-- NAME/PART/suffix/chat/ratio --> with Python 3.11<!-- given -->.
 
     <!-- table: NAME/PART (ratio tau) -->
     | greedy | chat |
     |---|---|
     | suffix | 1.07 (1.17) |
 
-    <!-- figures: NAME/PART/suffix/chat/ratio; ../tau; - -->
-    Suffix decoding gains 1.07 at a tau of 1.17, and T 0.8 is no figure.
-
-A table finds its figures by the names of its rows and columns; a row with one bold cell names the
-next PART. `by 2` takes the first two cells as the name of a row,
-and the second of two columns of one name is `name, again`. In a paragraph all numbers with a
-decimal point are figures, but those of a temperature, in order; `-` is not filled in. The text is
-its own template: a figure keeps its decimals, its sign, its commas and its %.
+A row with one bold cell names the next PART. `by 2` takes the first two cells as the name of a row,
+and the second of two columns of one name is `name, again`. The text is its own template: a figure
+keeps its decimals, its sign, its commas and its %.
 """
 import argparse
 import json
@@ -33,14 +31,15 @@ from support import cli
 from support.files import write_file
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = "README.md", "lab/BENCHMARKS.md", "lab/BOOK.md"
-TOLD = "lab/BOOK.md"    # its prose tells of earlier versions; only its tables have results
-MARKER = re.compile(r" *(?:- )?<!-- (?P<kind>table|figures): (?P<words>.+) -->")
-TABLE = re.compile(r"(.+?)(?: \((.+)\))?(?: by (\d))?")
+# in which part of a line each decimal must have its result: anywhere, in tables, in a column
+DOCUMENTS = {"README.md": r".*", "lab/BENCHMARKS.md": r".*", "lab/BOOK.md": r"\s*\|.*",
+             "docs/papers.md": r"(?:\|[^|]*){3}"}
+NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?%?"
+FIGURE = re.compile(rf"({NUMBER})<!-- (.+?) -->")
+TABLE = re.compile(r"^ *<!-- table: (.+?)(?: \((.+)\))?(?: by (\d))? -->\n((?: *\|.*\n)+)", re.M)
 KEY = re.compile(r"(?<! )/(?! )")    # "recorded / transformers" is one key
-NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?%?")
-DECIMAL = re.compile(r"(?<![\w.,/])(?<!T )(?<!temperature )(?<!top-p )[-+]?\d+\.\d+(?!\.?\d|\w)%?")
-NOT_TEXT = re.compile(r"`[^`]*`|\]\([^)]*\)|\[\d{4}\.\d{5}")    # code, addresses, arXiv's numbers
+DECIMAL = re.compile(r"(?<![\w.,/])(?<!T )(?<!temperature )(?<!top-p )\d+\.\d+(?!\.?\d|\w)")
+NO_TEXT = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|\[\d{4}\.\d{5}", re.S)   # code and addresses
 
 
 @cache
@@ -77,103 +76,55 @@ def printed(figure, like):
     return f"{figure * 100 ** len(percent):{sign}{comma}.{decimals}f}{percent}"
 
 
-def put(pattern, text, figures, where):
-    """The text with its numbers replaced by figures, but by those that are None."""
-    masked = NOT_TEXT.sub(lambda m: "#" * len(m[0]), text) if pattern is DECIMAL else text
-    places = [*pattern.finditer(masked)]
-    if len(places) != len(figures):
-        raise Refused(f"{where}: {len(places)} figures in the text, {len(figures)} named: {text}")
-    for place, figure in reversed([*zip(places, figures, strict=True)]):
-        if figure is not None:
-            new = printed(figure, place[0])
-            text = text[: place.start()] + new + text[place.end() :]
-    return text
-
-
-def cell(text, path, fields, where):
+def cell(text, path, fields):
     """A cell of a table, filled in. A result is a number, a list of them, or has named fields."""
-    if not NUMBER.search(text):
+    numbers = re.findall(NUMBER, text)
+    if not numbers:
         return text
     found = look(path)
     if isinstance(found, dict):
         found = [found[field] for field in fields if field in found]
-    return put(NUMBER, text, found if isinstance(found, list) else [found], where)
+    found = found if isinstance(found, list) else [found]
+    if len(found) != len(numbers):
+        raise Refused(f"{'/'.join(path)} has {len(found)} figures, but the text {text}")
+    left = iter(found)
+    return re.sub(NUMBER, lambda old: printed(next(left), old[0]), text)
 
 
-def table(lines, base, fields, names, where):
-    """The lines of a table, filled in."""
-    split = [[part.strip() for part in line.strip().strip("|").split("|")] for line in lines]
-    head = [f"{name}, again" if name in split[0][:i] else name for i, name in enumerate(split[0])]
-    done = lines[:2]
-    for line, cells in zip(lines[2:], split[2:], strict=True):
-        if not any(cells[1:]):
-            base = [*base[:-1], cells[0].strip("*")]
-            done.append(line)
+def table(match):
+    """A table and the comment above it, filled in."""
+    base, fields, names, lines = match.groups()
+    base = KEY.split(base)
+    names = int(names or 1)
+    head, rule, *rows = [line.split("|") for line in lines.splitlines()]
+    columns = [name.strip() for name in head]
+    columns = [f"{name}, again" if name in columns[:i] else name for i, name in enumerate(columns)]
+    for row in rows:
+        cells = [part.strip() for part in row]
+        if not any(cells[2:]):
+            base = [*base[:-1], cells[1].strip("*")]
             continue
-        row = ", ".join(cells[:names])
-        new = [*cells[:names], *(cell(text, [*base, row, column], fields, where)
-                                 for text, column in zip(cells[names:], head[names:], strict=True))]
-        indent = line[: len(line) - len(line.lstrip())]
-        done.append(f"{indent}| {' | '.join(new)} |")
-    return done
+        name = ", ".join(cells[1 : 1 + names])
+        for i in range(1 + names, len(row) - 1):
+            row[i] = row[i].replace(cells[i], cell(cells[i], [*base, name, columns[i]],
+                                                   (fields or "").split()))
+    start = match[0][: -len(lines)]
+    return start + "".join("|".join(row) + "\n" for row in (head, rule, *rows))
 
 
-def paths(words):
-    """The paths of a list: `../key` replaces the last key of the path before, `-` is None."""
-    found = []
-    last = []
-    for word in words.split(";"):
-        word = word.strip()
-        if word != "-":
-            up = word.count("../")
-            last = last[: len(last) - up] * bool(up) + KEY.split(word.removeprefix("../" * up))
-        found.append(None if word == "-" else last)
-    return found
+def filled(text):
+    """A document with its figures from the results."""
+    text = TABLE.sub(table, text)
+    return FIGURE.sub(lambda m: m[0] if m[2] == "given" else
+                      f"{printed(look(KEY.split(m[2])), m[1])}<!-- {m[2]} -->", text)
 
 
-def blocks(lines):
-    """[its marker or None, the numbers of its lines] of each paragraph, item of a list or table."""
-    found = []
-    block = None
-    fenced = False
-    for i, line in enumerate(lines):
-        fence = line.lstrip().startswith("```")
-        marker = MARKER.fullmatch(line)
-        if fence or fenced or not line.strip():
-            block = None
-        else:
-            item = line.lstrip().startswith("- ") and block and block[1]
-            if marker or item or block is None:
-                block = [marker, []]
-                found.append(block)
-            if not marker:
-                block[1].append(i)
-        fenced ^= fence
-    return found
-
-
-def filled(text, where):
-    """(a document with its figures from the results, the paragraphs whose figures have none)"""
-    lines = text.split("\n")
-    bare = []
-    for marker, numbers in blocks(lines):
-        block = [lines[i] for i in numbers]
-        words = "\n".join(block)
-        if marker is None:
-            given = where != TOLD or words.lstrip().startswith("|")
-            if given and DECIMAL.search(NOT_TEXT.sub("", words)):
-                bare.append(f"{where}:{numbers[0] + 1}")
-            continue
-        place = f"{where}:{numbers[0] + 1}"
-        if marker["kind"] == "table":
-            base, fields, names = TABLE.fullmatch(marker["words"]).groups()
-            block = table(block, KEY.split(base), (fields or "").split(), int(names or 1), place)
-        else:
-            figures = [path and look(path) for path in paths(marker["words"])]
-            block = put(DECIMAL, words, figures, place).split("\n")
-        for i, line in zip(numbers, block, strict=True):
-            lines[i] = line
-    return "\n".join(lines), bare
+def unbound(text, part):
+    """The numbers of the lines that have a decimal without a result in this part of the line."""
+    for pattern in (NO_TEXT, TABLE, FIGURE):
+        text = pattern.sub(lambda m: "\n" * m[0].count("\n"), text)
+    parts = (re.match(part, line) for line in text.split("\n"))
+    return [i for i, m in enumerate(parts, 1) if m and DECIMAL.search(m[0])]
 
 
 def run(argv):
@@ -182,15 +133,15 @@ def run(argv):
     p.add_argument("--check", action="store_true", help="write nothing")
     a = p.parse_args(argv)
     wrong = []
-    for name in DOCUMENTS:
+    for name, part in DOCUMENTS.items():
         old = (ROOT / name).read_text(encoding="utf-8")
-        new, bare = filled(old, name)
-        wrong += [f"{place}: figures without a result" for place in bare]
-        changed = [i for i, pair in enumerate(zip(old.split("\n"), new.split("\n"), strict=True), 1)
-                   if len(set(pair)) > 1]
-        if not a.check and changed:
-            write_file(ROOT / name, new)
+        new = filled(old)
+        pairs = zip(old.split("\n"), new.split("\n"), strict=True)
+        changed = [i for i, (was, now) in enumerate(pairs, 1) if was != now]
         wrong += [f"{name}:{i}: not the result" for i in changed if a.check]
+        wrong += [f"{name}:{i}: figures without a result" for i in unbound(old, part)]
+        if changed and not a.check:
+            write_file(ROOT / name, new)
     print("\n".join(wrong) or "every figure is its result's")
     return int(bool(wrong))
 
