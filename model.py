@@ -293,10 +293,6 @@ class Transformer(nn.Module):
         # trap: the original rounds the scale to the type of the weights (59.75, not 59.87)
         return x * torch.tensor(self.c.embed_scale, dtype=x.dtype).item()
 
-    def cache(self, make, batch, slots):
-        """make(), a new cache of this size; see `kvcache.new_cache`."""
-        return make()
-
     def attention_dtype(self):
         """The dtype of attention and of the cache. On the CPU half precision becomes float32,
         because a product of two half-precision matrices has no fast path there, and the rotation
@@ -388,3 +384,37 @@ class Transformer(nn.Module):
         """(B, T) ids -> logits (B, T, V), without a cache."""
         at = Placement.span(0, tokens.shape[1], tokens.device)
         return self.unembed(self.run(self.embed(tokens), at))
+
+    # --- what a stand-in may do in another way
+
+    @property
+    def bare(self):
+        """The Transformer itself, also of a stand-in."""
+        return self
+
+    def cache(self, make, batch, slots):
+        """make(), a new cache of this size; see `kvcache.new_cache`."""
+        return make()
+
+    def alongside(self, model):
+        """Another model of the same run, such as a draft, computed in the same way as this one."""
+        return model
+
+    def rehearse(self, write):
+        """Get ready for all passes that write() makes, before anything is timed."""
+
+    def replays(self):
+        """Whether passes are computed faster than by the Transformer itself."""
+        return False
+
+
+class StandIn:
+    """Takes the place of a model and computes the same passes in another way. A subclass overrides
+    some methods, and the model answers all else."""
+    model = None    # trap: without it copy.copy, which asks before it is set, would never end
+
+    def __init__(self, model):
+        self.model = model
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)

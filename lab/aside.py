@@ -3,7 +3,6 @@ import math
 
 import torch
 
-from machine.standin import bare
 from model import Placement
 
 
@@ -34,7 +33,7 @@ def aside(model, cache, x, positions, sublayers):
     slots = torch.arange(S, S + T, device=x.device)[None]
     own = torch.eye(T, dtype=torch.bool, device=x.device)[None]
     at = Placement(positions, slots, 0, S + T, own)
-    return bare(model).run(x, at, ScratchTail(cache, 0, S), sublayers)
+    return model.bare.run(x, at, ScratchTail(cache, 0, S), sublayers)
 
 
 def masks(model, own, keys, seen):

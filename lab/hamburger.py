@@ -31,7 +31,6 @@ from torch import nn
 
 import checkpoint
 from drafter import Drafter, Rule, chain
-from machine.standin import bare
 from methods.base import graft
 from model import Placement
 from speculative import generate
@@ -50,7 +49,7 @@ class Hamburger(nn.Module):
     def __init__(self, model, most=4, blocks=2):
         super().__init__()
         self.most = most
-        self.trunk = copy.deepcopy(bare(model)).requires_grad_(True)
+        self.trunk = copy.deepcopy(model.bare).requires_grad_(True)
         self.micro = graft(self.trunk, 0, blocks)       # shares its embedding, final norm and head
         quarters = (max(1, round(model.c.n_layers * i / 4)) for i in (1, 2, 3, 4))
         self.taps = [2 * block - 1 for block in quarters]       # the last one: final states

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from lab.aside import ScratchTail, masks
 from lab.transfer import own_weights
 from layerskip import SelfDraft, early_exit
-from machine.standin import StandIn, bare
 from methods.base import Head, unit
 from methods.kangaroo import Kangaroo
-from model import Placement
+from model import Placement, StandIn
 
 
 class TwoRowDraft(SelfDraft):
@@ -75,7 +74,7 @@ class M2R2(Head, StandIn):
         if isinstance(self.model, StandIn):
             y = self.model.run(x, at, cache, sublayers, trace)
             second = Placement(places, beyond, at.first, at.end + 1)
-            rows = self.rise(bare(self.model).run, x, second, ScratchTail(cache, 0, at.end))
+            rows = self.rise(self.model.bare.run, x, second, ScratchTail(cache, 0, at.end))
             self.states = torch.stack(list(rows), 2)
             return y
         slots = torch.cat([places, beyond], 1)                                  # (B or 1, 2)
@@ -94,7 +93,7 @@ class M2R2(Head, StandIn):
         before = torch.ones(T, T, dtype=torch.bool, device=device).tril(-1)
         own = torch.eye(T, dtype=torch.bool, device=device)
         hidden = masks(self.model, at, torch.cat([at, at], 1), torch.cat([before, own], 1)[None])
-        run = partial(bare(self.model).run, masks=hidden)
+        run = partial(self.model.bare.run, masks=hidden)
         at = Placement(at, T + at, 0, 2 * T)
         rows = list(self.rise(run, self.model.embed(tokens), at, ScratchTail(cache, 0, T)))
         self.states = torch.stack(rows, 2)                                      # (B, T, E, dim)

@@ -1,4 +1,5 @@
-"""From a model back to a Hugging Face folder, in the form that `transformers` reads."""
+"""From a model back to a Hugging Face folder, in the form that `transformers` reads, and from a
+trained head to its file."""
 import json
 from pathlib import Path
 
@@ -6,6 +7,7 @@ from safetensors.torch import save_file
 
 from checkpoint import parts, read_text, stored_shape
 from families import ACTS, architecture
+from methods.heads import FILE, FITS
 from support.files import replacing, write_file
 
 NUMBERS = {     # fields of Config, and their keys in config.json
@@ -80,3 +82,12 @@ def write_config(c, dtype):
         scalar = round(c.query_scale ** -2, 6)
         raw["query_pre_attn_scalar"] = int(scalar) if scalar % 1 == 0 else scalar
     return raw
+
+
+def save_head(head, folder):
+    """Write a trained head in bfloat16."""
+    about = {"kind": head.kind, "shape": head.shape, "model": FITS(head.model.c),
+             "ranks": list(head.ranks)}
+    weights = {name: p.detach().bfloat16() for name, p in head.weights.state_dict().items()}
+    with replacing(Path(folder) / FILE) as path:
+        save_file(weights, path, metadata={"heads": json.dumps(about)})

@@ -17,7 +17,6 @@ import torch
 from drafter import Drafter, chain
 from lab.aside import masks
 from layerskip import same_model
-from machine.standin import bare
 
 
 def sparse(at, end, sinks, window):
@@ -57,7 +56,7 @@ class SparseDraft(Drafter):
             at = state.span(k, k + 1)._replace(first=0, same=False)
             seen = sparse(at.slots, at.end, self.sinks, self.window)[:, None]  # (B, 1, end)
             hidden = masks(m, at.slots, torch.arange(at.end, device=seen.device)[None], seen)
-            return m.unembed(bare(m).run(m.embed(token), at, state.cache, masks=hidden))
+            return m.unembed(m.bare.run(m.embed(token), at, state.cache, masks=hidden))
 
         return chain(state, step, self.rule)
 

@@ -22,12 +22,12 @@ import checkpoint
 from kvcache import KVCache
 from lab import card, corpus, train
 from lab.m2r2 import M2R2
+from lab.save import save_head
 from lab.transfer import Transfer
-from machine.standin import StandIn
 from methods import heads
 from methods.standin import VOCAB, ShortHead, most_frequent
 from methods.trees import rank_acceptance
-from model import Placement, Refused
+from model import Placement, Refused, StandIn
 from sampling import Coins, to_probs
 from speculative import generate
 from support import cli
@@ -259,7 +259,7 @@ class Run(train.Run):
         tables = {name: self.evaluate(s, 4 * MEASURED) for name, s in self.text.valid.items()}
         ranks = zip(*(table.pop("ranks") for table in tables.values()), strict=True)
         self.head.ranks = [sum(r) / len(r) for r in ranks]
-        heads.save(self.head, out)
+        save_head(self.head, out)
         if self.vocab:
             write_file(out / VOCAB, json.dumps(self.vocab) + "\n")
         card.head_card(self, tables)

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from lab.aside import ScratchTail, masks
-from machine.standin import bare
 from methods.base import Head
 from methods.costs import by_weights
 from methods.medusa import MedusaDraft
@@ -87,7 +86,7 @@ class Transfer(Head):
         at = riders(T, self.steps, tokens.device)
         hidden = masks(m, at.positions[:, T:], at.positions, at.tree[:, T:])
         at = Placement(at.positions[:, T:], at.slots[:, T:], 0, at.end)
-        x = bare(m).run(rows, at, ScratchTail(cache, 0, T), range(2 * t, 2 * m.c.n_layers),
+        x = m.bare.run(rows, at, ScratchTail(cache, 0, T), range(2 * t, 2 * m.c.n_layers),
                          masks=hidden)
         x = x.unflatten(1, (T, -1))                                             # (B, T, steps, dim)
         for k in range(1, self.steps + 1):

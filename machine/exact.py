@@ -16,9 +16,8 @@ from machine.blocks import pad, widen
 from machine.few import FewRows
 from machine.fused import fuse
 from machine.recorded import Recorded, Session
-from machine.standin import StandIn
 from machine.tapes import graph, joined
-from model import Placement, Refused
+from model import Placement, Refused, StandIn
 from sampling import Coins, indices, one_hot, signed, uniform, uniforms
 
 ROWS = 8    # of every pass

@@ -13,12 +13,11 @@ from torch import nn
 
 from kvcache import KVCache
 from machine import rows
+from machine.kept import note
 from machine.quant import Matrix, Whole
 from machine.rows import FLOATS, WIDTHS, Block, Model, Pass, Weight, describe
-from machine.standin import StandIn
 from machine.tolerance import distance, tolerance
-from model import Placement, visible
-from support import files
+from model import Placement, StandIn, visible
 
 WIDE = 512      # numbers of a head that a pass has room for
 NORMS = "attn_norm", "attn_post", "mlp_norm", "mlp_post", "attn.q_norm", "attn.k_norm"
@@ -71,7 +70,7 @@ class FewRows(StandIn):
         rough = any(isinstance(part, Whole) and part.rounds for part in self.model.modules())
         if not off <= tolerance(torch.bfloat16 if rough else x.dtype, len(subs)):
             self.struct = None
-            files.note("rows", f"passes stay eager, because pass.cpp is off by {off:.2g}")
+            note("rows", f"passes stay eager, because pass.cpp is off by {off:.2g}")
 
     def block(self, i):
         """The Block of block i, or None if a matrix is of a kind that the loops do not know. The

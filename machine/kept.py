@@ -1,17 +1,61 @@
-"""What is kept between runs in the user's cache folder.
-
-These are compiled loops and measured costs. Anything here can be made again, and its name says what
-it depends on.
+"""Notes on standard error, files that are replaced as a whole, and what is kept between runs in the
+user's cache folder, which is compiled loops and measured costs. All that is kept can be made again,
+and its name says what it depends on.
 """
 import contextlib
 import hashlib
 import os
 import platform
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
-from support.files import replacing
+
+def note(topic, line):
+    """A line on standard error, apart from what a command prints."""
+    print(f"{topic}: {line}", file=sys.stderr, flush=True)
+
+
+def open_temporary(path, writer=""):
+    """(the file that a link at `path` leads to, an empty temporary file in its folder, and the
+    permissions of the new file, which are the old file's or what the umask leaves)."""
+    target = Path(os.path.realpath(path))
+    if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
+        raise OSError("not a file that may be written")
+    temporary = target.with_name(f"{target.name}{writer}.part")
+    temporary.touch()
+    mode = (target if target.exists() else temporary).stat().st_mode
+    return target, temporary, mode
+
+
+@contextmanager
+def replacing(path, writer=""):
+    """A temporary path to write to, which replaces `path` once all is written. After a kill at any
+    moment either the old file is there or the new one. `writer` is part of the temporary name, if
+    several processes may write at once. Raises OSError if it cannot be written."""
+    temporary = None
+    try:
+        target, temporary, mode = open_temporary(path, writer)
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(mode)   # trap: safetensors makes new files readable only by their owner
+        os.replace(temporary, target)
+    except (OSError, SafetensorError) as e:
+        why = e
+        if isinstance(e, OSError):
+            why = e.strerror or e
+        raise OSError(f"{path}: cannot be written ({why}); what was there before is "
+                      "untouched") from None
+    finally:
+        if temporary:
+            temporary.unlink(missing_ok=True)
+
+
+# --- the cache folder
 
 
 def cache_file(name):

@@ -24,7 +24,6 @@ from torch import nn
 from checkpoint import put
 from machine import rows
 from machine.rows import FLOATS, WIDTHS, Weight, describe
-from machine.standin import bare
 from model import Placement
 
 SHARE = 32      # weights of a tile in each of its rows; in int4 they share a step and an offset
@@ -210,7 +209,7 @@ def quantise(model, kind="int8", head=None, rounds=False):
     well. `rounds` is for a copy that only drafts (see `Whole`). A quantised model is quantised
     again from its present values. Cast a model before this, because a later cast would include the
     scales."""
-    model = bare(model)
+    model = model.bare
     twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
 
     def replace(module, name, w, kind):
@@ -242,7 +241,7 @@ def draft_copy(model, kind, ids):
     (T,), which should be some text."""
     twin = quantise(model, kind, kind, rounds=True)
     if kind == "int4":
-        whole = bare(model)
+        whole = model.bare
         tokens = torch.tensor([ids], device=whole.tok.device)
         at = Placement.span(0, len(ids), whole.tok.device)
         x = whole.run(whole.embed(tokens), at)

@@ -17,11 +17,10 @@ from typing import NamedTuple
 import torch
 
 from machine.blocks import Piece, pad, widen
-from machine.standin import StandIn
+from machine.kept import note
 from machine.tapes import graph, joined, whole
 from machine.tolerance import distance, tolerance
-from model import Transformer
-from support import files
+from model import StandIn, Transformer
 
 PATIENCE = 60   # seconds of a rehearsal, after which the best way, which compiles, is given up
 OURS = 3    # references to a cache that only its model holds: the list's, the loop's, the call's
@@ -33,7 +32,7 @@ class Session:
 
     def __init__(self, ways=(whole, joined, graph), say=None):
         self.ways = list(ways)
-        self.say = say or partial(files.note, "recorded")
+        self.say = say or partial(note, "recorded")
         self.open = False
         self.begun = 0.0
         self.pool = None    # of scratch memory for all graphs, as only one runs at a time

@@ -25,9 +25,8 @@ from pathlib import Path
 
 import torch
 
-from machine.kept import cache_file, digest, find_whole, keep, keep_whole, processor
+from machine.kept import cache_file, digest, find_whole, keep, keep_whole, note, processor
 from model import Refused
-from support import files
 
 WIDTHS = 24, 32, 48, 64     # numbers of rows for which torch's product may be slower than the loop
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}    # a `Kind` in rows.cpp
@@ -127,7 +126,7 @@ def build(stem):
         try:
             keep_whole(stem, ".so", made.read_bytes())
         except OSError as e:
-            files.note("rows", f"not kept, so the next run compiles again: {e}")
+            note("rows", f"not kept, so the next run compiles again: {e}")
     return lib
 
 
@@ -144,7 +143,7 @@ def load_kept(stem):
         if y.tolist() != [[8.0, 8.0, 8.0]]:
             raise ValueError("a product is wrong")
     except (OSError, ValueError, AttributeError) as e:
-        files.note("rows", f"{path} is not used: {e}")
+        note("rows", f"{path} is not used: {e}")
         return None
     return lib
 
@@ -156,11 +155,11 @@ def library():
         stem = cache_file(f"rows-{identity()}")
         lib = load_kept(stem)
         if lib is None:
-            files.note("rows", "compiling the loops of machine/rows.cpp, once per machine")
+            note("rows", "compiling the loops of machine/rows.cpp, once per machine")
             lib = build(stem)
         return lib
     except (OSError, ValueError) as e:
-        files.note("rows", f"few rows are multiplied by the library, because of {e}")
+        note("rows", f"few rows are multiplied by the library, because of {e}")
         return None
 
 

@@ -21,10 +21,8 @@ from operator import attrgetter
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from checkpoint import guarded
-from machine.standin import alongside
 from methods.costs import Line, by_weights
 from methods.eagle import Eagle
 from methods.jump import Jump
@@ -33,7 +31,6 @@ from methods.medusa import Medusa
 from methods.prophet import Prophet
 from methods.standin import VOCAB, ShortHead, read_vocab
 from model import Refused
-from support.files import replacing
 
 KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, Eagle, Medusa, Prophet, Jump)}
 FILE = "heads.safetensors"
@@ -69,17 +66,8 @@ def shorter(head, ids):
 # --- files
 
 
-def save(head, folder):
-    """Write a head in bfloat16."""
-    about = {"kind": head.kind, "shape": head.shape, "model": FITS(head.model.c),
-             "ranks": list(head.ranks)}
-    weights = {name: p.detach().bfloat16() for name, p in head.weights.state_dict().items()}
-    with replacing(Path(folder) / FILE) as path:
-        save_file(weights, path, metadata={"heads": json.dumps(about)})
-
-
 def facts(folder):
-    """What `save` noted of a head."""
+    """What the file of a head says about it."""
     path = Path(folder) / FILE
     with guarded(f"{path}: no trained heads for this model"):
         noted = json.loads(safe_open(path, framework="pt").metadata()["heads"])
@@ -87,7 +75,7 @@ def facts(folder):
 
 
 def load(folder, model, kinds=KINDS):
-    """The head that `save` wrote, on this model and in its dtype, with the draft vocabulary that it
+    """The head in a folder, on this model and in its dtype, with the draft vocabulary that it
     learnt, if one lies beside it, and recorded if the model is. Raises ValueError for a file that
     is missing or damaged or was made for a model of another shape or vocabulary."""
     path = Path(folder) / FILE
@@ -104,7 +92,7 @@ def load(folder, model, kinds=KINDS):
         head.weights.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
         head.ranks = [float(r) for r in about["ranks"]]
     if head.own:
-        head.own = alongside(model, head.own)
+        head.own = model.alongside(head.own)
     if vocab.is_file():
         head = shorter(head, read_vocab(vocab, model.c.vocab_size))
     return head

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint import read_json
-from machine.standin import StandIn
-from model import Refused
+from model import Refused, StandIn
 
 VOCAB = "draft_vocab.json"  # the name of a file with a draft vocabulary
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from control import MOST
 from machine import rows
 from machine.quant import size
-from machine.standin import alongside
 from methods import heads
 from methods.arms import candidates
 from methods.pace import Pace
@@ -40,7 +39,7 @@ def auto(options, model, tokenizer):
     if measured and large and rows.multiplies(model):
         from support import drafts
 
-        twin = alongside(model, drafts.copy_of(model, "int4", tokenizer))
+        twin = model.alongside(drafts.copy_of(model, "int4", tokenizer))
         rough = twin, by_bytes(twin).unit / unit
     small = None
     if options.draft_model is not None:

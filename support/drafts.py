@@ -10,7 +10,6 @@ from control import MOST
 from drafter import ModelDraft
 from layerskip import SelfDraft, without
 from machine.quant import draft_copy
-from machine.standin import alongside
 from methods import heads
 from methods.lookup import NGram, Suffix
 from methods.standin import Padded
@@ -60,7 +59,7 @@ def load_small(options, folder, model, tokenizer):
     quant = options.draft_quant
     if quant is not None:
         other = copy_of(other, quant, tokenizer)
-    return alongside(model, other)
+    return model.alongside(other)
 
 
 def copy_of(model, kind, tokenizer):
@@ -85,7 +84,7 @@ def itself_quantised(options, model, tokenizer):
     about = ""
     if model.tok.is_cuda:
         about = ", which saves memory but no time on a GPU, where each product rebuilds its matrix"
-    twin = alongside(model, copy_of(model, kind, tokenizer))
+    twin = model.alongside(copy_of(model, kind, tokenizer))
     build = partial(SelfDraft, options.short(twin), sublayers)
     return Plan(options, build, options.length(3), about)
 

@@ -69,7 +69,7 @@ class Plan:
                 for _ in islice(start(drafter), 24):
                     pass
 
-        import_module("machine.standin").rehearse(model, write)
+        model.rehearse(write)
 
     @property
     def note(self):

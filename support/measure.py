@@ -20,7 +20,6 @@ from drafter import Draft, Drafter
 from kvcache import new_cache
 from machine.kept import cache_file, identity, keep
 from machine.quant import size
-from machine.standin import bare, rehearse
 from methods.costs import Machine
 from methods.pace import OVERHEAD
 from model import SPARE, Placement, Refused
@@ -61,7 +60,7 @@ def by_clock(model, probs=to_probs, rows=1, repeats=50, limit=math.inf):
     times as long. A recorded model replays its passes and its head; only the parts are eager."""
     far = 16 * CONTEXT
     L = model.c.n_layers
-    eager = bare(model)
+    eager = model.bare
     device = model.tok.device
     cache = new_cache(model, rows, far + MOST + 1)
     text = torch.arange(CONTEXT + MOST + 1, device=device).expand(rows, -1) % model.c.vocab_size
@@ -94,7 +93,7 @@ def by_clock(model, probs=to_probs, rows=1, repeats=50, limit=math.inf):
     for T in WIDTHS:
         passes[T, "before"] = partial(read, 1)
         passes[T, ""] = partial(read, T)
-    rehearse(model, lambda: [passes[T, ""]() for T in WIDTHS])
+    model.rehearse(lambda: [passes[T, ""]() for T in WIDTHS])
     attentions = range(0, 2 * L, 2)
     times = interleave({
         "attentions": partial(eager.run, x, here, cache, attentions),
@@ -152,7 +151,7 @@ def measure_arms(model, arms, machine, probs=to_probs, rows=1, repeats=5, limit=
         ways[arm.name, "one"] = rounds_of(arm.alone(1))
         ways[arm.name, "most"] = rounds_of(arm.alone(most))
         ways[arm.name, "asked"] = rounds_of(arm.alone(most, asks=True))
-    rehearse(model, lambda: [step() for step in ways.values()])
+    model.rehearse(lambda: [step() for step in ways.values()])
     times = interleave(ways, repeats, limit)
     plain = machine.verify(n)
     found = {}
@@ -186,7 +185,7 @@ def measure_step(model, twin, context=CONTEXT):
         return lambda: m.unembed(m.run(m.embed(token), at, cache))
 
     steps = {"model": step(model), "twin": step(twin)}
-    rehearse(model, lambda: [act() for act in steps.values()])
+    model.rehearse(lambda: [act() for act in steps.values()])
     times = interleave(steps, 20)
     return times["twin"] / times["model"]
 

@@ -13,7 +13,7 @@ import checkpoint
 import generate
 from control import MOST
 from lab.m2r2 import M2R2
-from lab.save import save
+from lab.save import save, save_head
 from machine.quant import Int4
 from methods import heads
 from support import auto
@@ -107,7 +107,7 @@ def test_trained_heads_beside_the_weights_are_candidates(arms, tmp_path, capsys)
     model.norm.weight.data *= 1.5
     for head in (heads.Prophet(model, 1), heads.Medusa(other, 2)):
         (tmp_path / "heads" / head.kind).mkdir(parents=True)
-        heads.save(head, tmp_path / "heads" / head.kind)
+        save_head(head, tmp_path / "heads" / head.kind)
     found = arms(tmp_path)
     assert "prophet" in found and "medusa" not in found
     assert "medusa" in capsys.readouterr().err.splitlines()[0]
@@ -288,5 +288,5 @@ def test_an_error_in_a_readers_file_keeps_its_traceback(call, tmp_path, text, er
 
 def test_heads_of_the_lab_draft_by_their_folder(call, plan, stories, tmp_path):
     assert as_json(call, "--draft", STORIES / "heads" / "transfer")["draft"] == "transfer"
-    heads.save(M2R2(stories[0], 2), tmp_path)
+    save_head(M2R2(stories[0], 2), tmp_path)
     assert plan("--draft", tmp_path).draft == "m2r2"

@@ -14,12 +14,12 @@ from machine.exact import Exact, Race, exactly
 from machine.few import FewRows
 from machine.quant import quantise
 from machine.recorded import Recorded, Session
-from machine.standin import StandIn
 from machine.tapes import simulated
 from methods.block import verify_block
 from methods.heads import Eagle, Jump, Kangaroo
 from methods.lookup import NGram, Suffix
 from methods.trees import Siblings
+from model import StandIn
 from sampling import to_probs
 from speculative import rounds
 from verification import verify

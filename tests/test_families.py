@@ -11,7 +11,6 @@ from machine.exact import Exact
 from machine.few import FewRows
 from machine.quant import quantise
 from machine.recorded import Recorded
-from machine.standin import bare
 from methods.heads import Eagle, Jump, Kangaroo, Medusa
 from methods.lookup import NGram
 from methods.trees import Siblings
@@ -39,7 +38,7 @@ WAYS = {
 @pytest.mark.parametrize("family", MORE)
 def test_every_draft_writes_the_same_text(family, way):
     m = WAYS[way](make(MORE[family]))
-    want = [oracle(bare(m), prompt, 10) for prompt in PROMPTS]
+    want = [oracle(m.bare, prompt, 10) for prompt in PROMPTS]
     for name, drafter in DRAFTERS.items():
         # --exact refuses trees
         if way != "exact" or name not in ("exit, siblings", "medusa, tree"):

@@ -7,7 +7,7 @@ from safetensors import SafetensorError, safe_open
 from tiny import tree
 
 import checkpoint
-from machine.kept import cache_file
+from machine.kept import cache_file, replacing
 from support import files
 
 STORED = Path(__file__).resolve().parents[1] / "weights/stories-draft"
@@ -23,7 +23,7 @@ def test_a_failure_leaves_the_old_file(error, monkeypatch, tmp_path):
     path.write_text("old")
     monkeypatch.setattr(os, "fsync", lambda _: calls.append("fsync"))
     monkeypatch.setattr(os, "replace", replace)
-    with pytest.raises(OSError, match="file: cannot be written"), files.replacing(path) as part:
+    with pytest.raises(OSError, match="file: cannot be written"), replacing(path) as part:
         part.write_text("half of the n")
         if error:
             raise error

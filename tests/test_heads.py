@@ -24,6 +24,7 @@ from tiny import (
 from control import Confidence
 from drafter import Drafter, ModelDraft
 from kvcache import KVCache
+from lab.save import save_head
 from lab.then import Then
 from layerskip import SelfDraft, without
 from machine.quant import quantise
@@ -227,7 +228,7 @@ def test_a_head_is_saved_and_loaded(tmp_path, models, name):
     for p in saved.weights.parameters():
         p.data.copy_(p.bfloat16())
     saved.ranks = [0.5, 0.25]
-    heads.save(saved, tmp_path)
+    save_head(saved, tmp_path)
     twin = heads.load(tmp_path, models["gemma2"])
     assert twin.ranks == [0.5, 0.25] and twin.shape == saved.shape and type(twin) is type(saved)
     before, after = saved.weights.state_dict(), twin.weights.state_dict()
@@ -253,7 +254,7 @@ def test_heads_of_other_weights_draft_and_of_another_shape_do_not(tmp_path, mode
     other.blocks[3].mlp.down.data[5, 7] += 0.5
     with pytest.raises(ValueError, match="the same model that decodes"):
         generate(other, PROMPTS, 9, kind(m, 2).drafter(2))
-    heads.save(wild(kind(m, 2)), tmp_path)
+    save_head(wild(kind(m, 2)), tmp_path)
     found = heads.load(tmp_path, other)
     assert generate(other, PROMPTS, 9, found.drafter(2))[0] == generate(other, PROMPTS, 9)[0]
     with pytest.raises(ValueError, match="another shape or vocabulary"):
@@ -263,7 +264,7 @@ def test_heads_of_other_weights_draft_and_of_another_shape_do_not(tmp_path, mode
 def test_damaged_files_are_refused(tmp_path, models):
     with pytest.raises(FileNotFoundError, match="heads.safetensors"):
         heads.load(tmp_path, models["llama"])
-    heads.save(Medusa(models["llama"], 2), tmp_path)
+    save_head(Medusa(models["llama"], 2), tmp_path)
     file = tmp_path / heads.FILE
     whole = file.read_bytes()
     for broken in b"", whole[:-9], whole.replace(b"medusa", b"magics"):

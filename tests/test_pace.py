@@ -26,7 +26,6 @@ from control import MOST, expected_tokens
 from drafter import ModelDraft
 from layerskip import SelfDraft, without
 from machine.exact import Race, exactly
-from machine.standin import StandIn
 from methods.arms import (
     BIN_FADE,
     FADE,
@@ -44,6 +43,7 @@ from methods.counts import Beta
 from methods.heads import Eagle, Kangaroo, Medusa, Prophet
 from methods.pace import OVERHEAD, RISK, STAKE, Choice, Pace, Shortest, promise
 from methods.standin import ShortHead
+from model import StandIn
 from sampling import Coins, to_probs
 from speculative import generate, rounds
 from support.measure import priced

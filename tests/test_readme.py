@@ -55,8 +55,6 @@ def test_the_picture_of_the_house_shows_every_file_at_the_root():
 LIBRARY = ["model", "kvcache", "sampling", "verification", "drafter", "speculative",
            "layerskip", "control", "families", "checkpoint", "search", "minimal"]
 ALSO = {
-    "methods": {"machine.standin", "support.files"},
-    "machine": {"support.files"},       # a leaf, which imports nothing of ours
     "support": {"methods", "machine"},
     "search": {"support"}}              # which is also a command
 

@@ -29,9 +29,9 @@ from control import Confidence
 from drafter import ModelDraft
 from lab.then import Then
 from layerskip import SelfDraft, without
-from machine.standin import StandIn, bare
 from methods.lookup import NGram
 from methods.standin import Padded, ShortHead
+from model import StandIn
 from sampling import to_probs
 from speculative import generate, rounds
 
@@ -122,7 +122,7 @@ def test_ids_that_only_one_model_has_are_never_drafted(models, V):
     m = models["llama"]
     stand_in, both = padded(m, V), min(V, 17)
     q = stand_in.unembed(read(stand_in, [1, 5, 16])[0]).softmax(-1)
-    want = bare(stand_in)(torch.tensor([[1, 5, both - 1]]))[..., :both].softmax(-1)
+    want = stand_in.bare(torch.tensor([[1, 5, both - 1]]))[..., :both].softmax(-1)
     assert q.shape == (1, 3, 17) and q[..., both:].sum() == 0
     assert (q[..., :both] - want).abs().max() < 1e-12
 

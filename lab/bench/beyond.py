@@ -21,7 +21,6 @@ from lab.hamburger import BurgerDraft, Hamburger, tune, write
 from lab.sparse import SparseDraft, sparse, step_cost
 from lab.train_heads import OWN
 from lab.transfer import Transfer, riders
-from machine.standin import bare
 from methods import heads
 from methods.costs import by_weights
 from model import Placement
@@ -187,7 +186,7 @@ def sparse_acceptance(teacher, sinks, window):
     seen = torch.cat([sparse(at[:, None], T, sinks, window) & ~own, own], 1)    # (T, 2T)
     hidden = masks(m, at[None], torch.cat([at, at])[None], seen[None])
     at = Placement(at[None], T + at[None], 0, 2 * T)
-    x = bare(m).run(teacher.states[0], at, teacher.cache, masks=hidden)
+    x = m.bare.run(teacher.states[0], at, teacher.cache, masks=hidden)
     return teacher.overlap(teacher.probs(m.unembed(x)))
 
 

@@ -26,7 +26,6 @@ from lab.train_heads import judged
 from layerskip import early_exit
 from machine.exact import fast
 from machine.quant import quantise
-from machine.standin import alongside
 from methods import heads
 from methods.lookup import Suffix
 from model import Placement
@@ -210,7 +209,7 @@ def worth(a, model, tokenizer):
     trained = trained_beside(a.model, model)
     exits = {f"exit {e}": early_exit(L, e) for e in sorted({max(1, L * i // 8) for i in EXITS})}
     prices = {"lookup": 0.0, **{e: machine.draft(subs).start for e, subs in exits.items()},
-              "itself in int4": measure_step(quick, alongside(quick, twin)),
+              "itself in int4": measure_step(quick, quick.alongside(twin)),
               **{head.kind: heads.drafting(head, machine).start for head in trained}}
     drafts = {name: {"c": c} for name, c in prices.items()}
     most = {P: {"greedy": P + 1.0} for P in NODES}

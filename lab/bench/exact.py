@@ -14,7 +14,6 @@ from lab.bench.shared import load, page, prompts_of, table
 from layerskip import SelfDraft, early_exit
 from machine.exact import Race, exactly, fast
 from machine.quant import quantise
-from machine.standin import alongside
 from methods.arms import COPY
 from methods.lookup import Suffix
 from sampling import Coins, to_probs
@@ -53,7 +52,7 @@ def ways_of(a, model, twin, prompts):
     """{what is changed: way(coins, probs), which returns the texts}. The first changes nothing.
     `twin` is the model in int4."""
     L = model.c.n_layers
-    rough = alongside(model, twin)
+    rough = model.alongside(twin)
     drafts = {"lookup": lambda: Suffix(COPY),
               "an exit": lambda: SelfDraft(model, early_exit(L, max(1, L // 4)), 6),
               "itself in int4": lambda: SelfDraft(rough, range(2 * L), 3)}

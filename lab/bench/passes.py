@@ -13,7 +13,6 @@ from lab.bench.shared import figures, load, page, table
 from machine.exact import fast
 from machine.quant import KINDS, size
 from machine.rows import call, describe, library, multiplies
-from machine.standin import rehearse
 from methods.costs import by_weights
 from model import Placement, Refused
 from speculative import generate
@@ -65,7 +64,7 @@ def rehearsed(model, prompt, new):
     def write():
         return generate(model, [prompt], new, eos=())[0]
 
-    rehearse(model, write)
+    model.rehearse(write)
     return write
 
 
@@ -204,5 +203,5 @@ def step(model, T, at, sublayers=None):
     def act():
         return model.unembed(model.run(model.embed(tokens), here, cache, sublayers))
 
-    rehearse(model, act)
+    model.rehearse(act)
     return act

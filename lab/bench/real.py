@@ -32,7 +32,6 @@ from layerskip import SelfDraft
 from machine.exact import fast
 from machine.fused import fuse
 from machine.quant import ROWS, SHARE, Int4, quantise, quantise_head
-from machine.standin import rehearse, replays
 from methods import heads
 from methods.arms import COPY
 from methods.block import verify_block
@@ -205,7 +204,7 @@ def check_in_double(a, options, tokenizer, prompts):
 def table_of(a, model, found, others, prompts, probs, title):
     """{name: row} of all ways to decode on prompts of one kind."""
     # what a GPU has not recorded by then is eager
-    rehearse(model, lambda: [write(model, drafter, probs, prompts[0], 0, a.new)
+    model.rehearse(lambda: [write(model, drafter, probs, prompts[0], 0, a.new)
                             for plan in found.values()
                             for drafter in (plan.make(), *plan.parts())])
     ways = {name: ours(model, plan, probs) for name, plan in found.items()} | others
@@ -300,7 +299,7 @@ def run(a):
     if set(names) & set(THEIRS):
         others |= theirs(a, names, max(1, model.c.n_layers // 6))
     model = fast(model) if a.fast else model
-    bits = replays(model) and not model.tok.is_cuda
+    bits = model.replays() and not model.tok.is_cuda
     if not bits:
         check_in_double(a, options, tokenizer, prompts)
     found = {name: generate.plan_of(some, model, tokenizer) for name, some in options.items()}

@@ -11,6 +11,7 @@ from lab.bench import __main__ as bench
 from lab.bench import llamacpp
 from lab.bench.real import dither
 from lab.bench.shared import WEIGHTS
+from lab.save import save_head
 from machine.quant import SHARE, Int4
 from methods import heads
 
@@ -24,7 +25,7 @@ def folder(tmp_path):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     head = heads.Eagle(checkpoint.load(folder, "cpu")[0])
     (folder / "heads" / "eagle").mkdir(parents=True)
-    heads.save(head, folder / "heads" / "eagle")
+    save_head(head, folder / "heads" / "eagle")
     (folder / "heads" / "eagle" / "draft_vocab.json").write_text(
         json.dumps({"ids": [*range(1000)]}))
     return folder
