@@ -251,7 +251,6 @@ def read_config(folder):
     check_folder(folder)
     path = folder / "config.json"
     given = read_json(path)
-    check_no_eagle(folder, given)
     eos = read_eos(folder, given)
     with guarded(path):     # a value of an unexpected type fails somewhere below
         c = families.config(given, eos)
@@ -260,16 +259,6 @@ def read_config(folder):
             raise Refused(f"eos_token_id {beyond[0]} is no id: they run from 0 to "
                           f"{c.vocab_size - 1}")
     return c
-
-
-def check_no_eagle(folder, given):
-    """Raise Refused for a published EAGLE head. Of the first ones only the size and the missing
-    tokenizer tell them from a Llama."""
-    names = f"{given.get('architectures')} {given.get('speculators_model_type')}"
-    small = given.get("num_hidden_layers") == 1 and not (folder / "tokenizer.json").exists()
-    if "eagle" in names.lower() or small:
-        raise Refused(f"{folder}: a published EAGLE head, whose layout is not read here: train one "
-                      "with python -m lab.train_heads eagle")
 
 
 def read_eos(folder, given):

@@ -69,16 +69,16 @@ def pick(x, index):
     return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
 
 
-def prefill(model, tokens, cache, sublayers=None, trace=None):
+def prefill(model, tokens, cache, trace=None):
     """Run the model over tokens (B, T) into slots 0 .. T-1, `model.chunk` tokens at a time. Returns
-    x (B, T, dim). `Transformer.run` explains sublayers and trace."""
+    x (B, T, dim). `Transformer.run` explains trace."""
     xs = []
     traces = []
     for i, part in enumerate(tokens.split(model.chunk, 1)):
         first = i * model.chunk
         at = Placement.span(first, first + part.shape[1], tokens.device)
         traces.append(dict.fromkeys(trace or ()))
-        xs.append(model.run(model.embed(part), at, cache, sublayers, traces[-1]))
+        xs.append(model.run(model.embed(part), at, cache, trace=traces[-1]))
     for tap in trace or ():
         trace[tap] = torch.cat([part[tap] for part in traces], 1)
     return torch.cat(xs, 1)

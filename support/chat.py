@@ -67,21 +67,16 @@ PROBE = "what-the-user-wrote"     # a word that no template has
 
 
 def message(folder):
-    """A function of a user's message that returns the prompt, by the template in `folder`. Some
-    templates take a message only as a list of parts, as models with images have it, and leave out a
-    plain text without an error. Raises Refused as `read_template` does, or if the message is
-    lost."""
+    """A function of a user's message that returns the prompt, by the template in `folder`. Raises
+    Refused as `read_template` does, or if the template leaves out the message."""
     render = read_template(folder)
-    failed = None
-    for content_of in (str, lambda text: [{"type": "text", "text": text}]):
-        def ask(text, content_of=content_of):
-            return render([{"role": "user", "content": content_of(text)}])
-        try:
-            if PROBE in ask(PROBE):
-                return ask
-        except Refused as e:
-            failed = failed or e
-    raise failed or Refused(f"{folder}: the chat template leaves out the message")
+
+    def ask(text):
+        return render([{"role": "user", "content": text}])
+
+    if PROBE not in ask(PROBE):
+        raise Refused(f"{folder}: the chat template leaves out the message")
+    return ask
 
 
 def encoder(folder, encode):

@@ -2,13 +2,9 @@
 import json
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import torch
 
-from checkpoint import read_json
-from model import Refused
-from sampling import check
 from support import show
 from support.flags import processes
 
@@ -24,9 +20,6 @@ def of_run(options, model, plan, texts, seen):
     how = plan.note
     if plan.draft == "auto":
         how += f": {seen.timed.drafter.summary()}"
-    settings = ""
-    if options.temperature == 0:
-        settings = own_settings(options.model)
     return {
         "prompts": seen.prompts,    # as the model reads them
         "outputs": outputs,
@@ -47,7 +40,6 @@ def of_run(options, model, plan, texts, seen):
         "device": str(model.tok.device),
         "threads": torch.get_num_threads(),
         "seed": options.seed,
-        "own_settings": settings,
     }
 
 
@@ -83,8 +75,6 @@ def summary(r, seen):
     if show.colours(sys.stdout):
         names = [show.paint([(name, origin)]) for origin, (*_, name) in show.STYLES.items()]
         lines.insert(0, "  ".join(names))
-    if r["own_settings"]:
-        lines.append(f"this is greedy; the model's own settings: {r['own_settings']}")
     return lines
 
 
@@ -99,25 +89,3 @@ def rates(r):
         f"{r['processes']} processes": r["processes"] > 1}
     line = ", ".join(fact for fact, holds in facts.items() if holds)
     return f"{line}, after reading the prompt in {r['reading_seconds']:.2g} s"
-
-
-def own_settings(folder):
-    """The flags of generate.py for the sampling settings in a folder's generation_config.json; ""
-    if it names none, says not to sample, or cannot be used."""
-    path = Path(folder) / "generation_config.json"
-    if not path.is_file():
-        return ""
-    try:
-        named = read_json(path)
-        if named.get("do_sample") is False:
-            return ""
-        keys = "temperature", "top_k", "top_p", "min_p"
-        settings = {key: named[key] for key in keys if named.get(key)}
-        if settings.get("top_p") == 1:      # no cut
-            del settings["top_p"]
-        if settings:
-            settings = {"temperature": 1.0} | settings
-            check(**settings)
-    except (Refused, TypeError):
-        return ""
-    return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in settings.items())

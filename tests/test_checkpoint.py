@@ -129,17 +129,6 @@ def test_end_of_text_ids_come_in_every_form(first, tmp_path):
         refused(tmp_path, f"eos_token_id {17 if stored != -1 else -1} is no id")
 
 
-@pytest.mark.parametrize("settings", [
-    {"architectures": ["LlamaForCausalLMEagle3"]}, {"architectures": ["EagleLlamaForCausalLM"]},
-    {"speculators_model_type": "eagle3"}, {"num_hidden_layers": 1}], ids=str)
-def test_a_published_eagle_head_is_named(settings, tmp_path):
-    """The first ones call themselves Llama, and have one layer and no tokenizer."""
-    saved(LLAMA, tmp_path)
-    edit(tmp_path / "config.json", **settings)
-    (tmp_path / "tokenizer.json").unlink()
-    refused(tmp_path, "a published EAGLE head")
-
-
 @pytest.mark.parametrize("kind, more", [
     ("Gemma2", {}), ("Gemma2", dict(attn_logit_softcapping=None, final_logit_softcapping=None)),
     ("Gemma3Text", {}), ("Gemma3Text", dict(sliding_window_pattern=2)),
@@ -209,6 +198,7 @@ REFUSED = [
     (LLAMA, dict(model_type=None), "no model_type"),
     (QWEN["qwen2"], dict(architectures=["Qwen2Model"]),
      "['Qwen2Model'] is not supported for model_type"),
+    (LLAMA, dict(architectures=["LlamaForCausalLMEagle3"]), "Eagle3"),
     (LLAMA, dict(rope_parameters={"full_attention": {"rope_type": "default"}}), "by layer type"),
     (LLAMA, dict(rope_scaling={"type": "yarn", "factor": 4}), "yarn"),
     (LLAMA, dict(rope_scaling={"rope_type": "linear"}), "factor"),
