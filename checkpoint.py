@@ -57,7 +57,7 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
         filled = torch.empty_like(module.get_parameter(key), device=device)
         for name, piece in zip(names, split(module, key, filled), strict=True):
             if part:
-                stored = part.read(files[name], stored_shape(name, piece))
+                stored = part.slice_of(files[name], stored_shape(name, piece))
             else:
                 stored = files[name][:]
             piece.copy_(stored.view(piece.shape))

@@ -254,5 +254,5 @@ class ModelDraft(Drafter):
         # A row may have drafted less than the longest one, or another drafter may have continued
         # its draft. The last accepted token may be a sibling, which this drafter has not read.
         rows = zip(state.known, r.new, r.accepted.tolist(), strict=True)
-        agree = [len(text) - len(new) + kept - 1 for text, new, kept in rows]
+        agree = [len(text) - len(new) + accepted - 1 for text, new, accepted in rows]
         self.follower.filled = list(map(min, self.follower.filled, agree))

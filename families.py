@@ -69,10 +69,10 @@ def gemma3_text(given):
     own = {"rope_theta": given.get("rope_local_base_freq", 1e4)}
     own |= kinds.get("sliding_attention") or {}
     local_theta, scaling = rotation(own, None)
-    check(own, "rope_type", scaling is None)
+    require(own, "rope_type", scaling is None)
     given = {"rope_theta": 1e6} | given | {"rope_parameters": kinds.get("full_attention")}
     every = number(given, "sliding_window_pattern", 6)
-    check(given, "sliding_window_pattern", type(every) is int)
+    require(given, "sliding_window_pattern", type(every) is int)
     return gemma(given, 131_072, every) | {"local_theta": local_theta, "qk_norm": True}
 
 
@@ -83,7 +83,7 @@ def qwen(given, head_dim=None):
     slides = given.get("use_sliding_window") and given.get("sliding_window", 4096) is not None
     if given.get("layer_types") is None and slides:
         first = given.get("max_window_layers", 28)
-        check(given, "use_sliding_window", first >= fields["n_layers"])
+        require(given, "use_sliding_window", first >= fields["n_layers"])
     alternate(given, "full_attention")
     return fields | {"act": act(given, "hidden_act", "silu")}
 
@@ -114,7 +114,7 @@ def common(given, kv_heads=None, head_dim=None, tied=False, max_len=2048):
     max_len = number(given, "max_position_embeddings", max_len)
     theta, scaling = rotation(given, max_len)
     bos = given.get("bos_token_id")
-    check(given, "bos_token_id", bos is None or type(bos) is int and 0 <= bos < vocab)
+    require(given, "bos_token_id", bos is None or type(bos) is int and 0 <= bos < vocab)
     return dict(
         vocab_size=vocab,
         dim=dim,
@@ -139,21 +139,21 @@ def rotation(given, max_len):
     rope = {"original_max_position_embeddings": max_len} | given | rope
     theta = number(rope, "rope_theta", 1e4)
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    check(rope, "partial_rotary_factor", rope.get("partial_rotary_factor") in (None, 1))
+    require(rope, "partial_rotary_factor", rope.get("partial_rotary_factor") in (None, 1))
     if kind == "default":
         return theta, None
     if kind not in SCALINGS:
         raise Refused(f"rope_type {kind!r} is not supported")
     scaling = {"rope_type": kind} | {key: number(rope, key) for key in SCALINGS[kind]}
     if kind == "llama3":
-        check(rope, "low_freq_factor", scaling["low_freq_factor"] < scaling["high_freq_factor"])
+        require(rope, "low_freq_factor", scaling["low_freq_factor"] < scaling["high_freq_factor"])
     return theta, scaling
 
 
 # --- what a key may hold
 
 
-def check(given, key, fine):
+def require(given, key, fine):
     if not fine:
         raise Refused(f"{key} {given.get(key)!r} is not supported")
 
@@ -165,24 +165,24 @@ def number(given, key, default=None, null=False):
         return None
     if value is None:
         value = default
-    check(given, key, isinstance(value, int | float) and value > 0)
+    require(given, key, isinstance(value, int | float) and value > 0)
     return value
 
 
 def act(given, key, default):
     name = given.get(key) or default
-    check(given, key, name in ACTS)
+    require(given, key, name in ACTS)
     return ACTS[name]
 
 
 def off(given, *keys):
     """These must be off."""
     for key in keys:
-        check(given, key, not given.get(key))
+        require(given, key, not given.get(key))
 
 
 def alternate(given, *kinds):
     """Layer i must be of the kind kinds[i % len(kinds)]."""
     named = given.get("layer_types") or []
     fine = all(name == kinds[i % len(kinds)] for i, name in enumerate(named))
-    check(given, "layer_types", fine)
+    require(given, "layer_types", fine)

@@ -147,7 +147,7 @@ def run(argv):
     options = parse(argv)
     if processes() == 1:
         return complete(options)
-    with import_module("support.processes").together(options):
+    with import_module("support.processes").group(options):
         return complete(options)
 
 

@@ -37,7 +37,7 @@ from machine.exact import Exact
 from machine.kept import hardware
 from machine.quant import KINDS, Int4, quantise
 from machine.recorded import Recorded, Session
-from machine.tapes import graph, joined, simulated, whole
+from machine.tapes import graph, joined, program, simulated
 from machine.tolerance import distance
 from methods.costs import by_weights
 from methods.lookup import NGram
@@ -201,7 +201,7 @@ def shape(a, page, name, c, read):
     ways = {"": lambda: stand_in((1,)), ", kernels not joined": lambda: stand_in((1,), graph),
             ", passes of 8": lambda: stand_in((8,)), ", exact": lambda: Exact(stand_in((8,)))}
     if L <= 16:     # a program of more takes too long to compile here
-        ways[", one program"] = lambda: stand_in((1,), whole)
+        ways[", one program"] = lambda: stand_in((1,), program)
     page.row(f"{name}, plain, eager", lambda: speed(eager))
     for words, make in ways.items():
         page.row(f"{name}, plain, recorded{words}", lambda make=make: recorded(make()))

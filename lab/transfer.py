@@ -92,8 +92,8 @@ class Transfer(Head):
         for k in range(1, self.steps + 1):
             yield k, m.unembed(x[:, :-k, k - 1])
 
-    def drafter(self, rule, shape=None):
-        return TransferDraft(self, rule, shape)
+    def drafter(self, rule, parents=None):
+        return TransferDraft(self, rule, parents)
 
 
 def riders(T, N, device=None):

@@ -77,7 +77,7 @@ template <int size> struct Rounded {
 };
 
 // As it is, in float32.
-template <int size> struct Whole {
+template <int size> struct Integers {
     static const int bits = size, bytes = 4;
     static void put(const float *x, char *to, Group *group) {
         memcpy(to, x, 4 * SHARE);
@@ -144,7 +144,7 @@ struct Half {
     }
 };
 #else
-typedef Whole<4> Half;
+typedef Integers<4> Half;
 #endif
 
 // --- sixteen outputs

@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from machine.blocks import pad, widen
 from machine.few import FewRows
 from machine.fused import fuse
+from machine.pieces import pad, widen
 from machine.recorded import Recorded, Session
 from machine.tapes import graph, joined
 from model import Placement, Refused, StandIn
@@ -45,7 +45,7 @@ class Exact(StandIn):
         rows = []
         for text, here, own in zip(x, slots, self.parts[cache], strict=True):
             pieces = zip(text[None].split(ROWS, 1), here[None].split(ROWS, 1), strict=True)
-            rows.append([self.read(*piece, own, sublayers, trace or ()) for piece in pieces])
+            rows.append([self.run_few(*piece, own, sublayers, trace or ()) for piece in pieces])
         joined = {key: torch.cat([torch.cat([seen[key] for seen in row], 1) for row in rows])
                   for key in rows[0][0]}
         y = joined.pop(None)
@@ -53,7 +53,7 @@ class Exact(StandIn):
             trace.update(joined)
         return y
 
-    def read(self, x, slots, cache, sublayers, taps):
+    def run_few(self, x, slots, cache, sublayers, taps):
         """{None: `run`'s result, tap: its state} of at most `ROWS` tokens."""
         T = x.shape[1]
         S = cache.k.shape[3]

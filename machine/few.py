@@ -14,8 +14,8 @@ from torch import nn
 from kvcache import KVCache
 from machine import rows
 from machine.kept import note
-from machine.quant import Matrix, Whole
-from machine.rows import FLOATS, WIDTHS, Block, Model, Pass, Weight, describe
+from machine.quant import Integers, Matrix
+from machine.rows import FLOATS, WIDTHS, BlockWeights, Model, Pass, Weight, describe
 from machine.tolerance import distance, tolerance
 from model import Placement, StandIn, visible
 
@@ -31,7 +31,7 @@ class FewRows(StandIn):
 
     def __init__(self, model):
         super().__init__(model)
-        self.kept = []      # what the structs point to
+        self.alive = []     # what the structs point to
         self.struct = None  # the Model, if it can be computed in C++
         self.output = None  # its head
         fits = self.tok.dtype in FLOATS and not self.tok.is_cuda and self.c.head_dim <= WIDE
@@ -51,8 +51,8 @@ class FewRows(StandIn):
             return
         hidden = max(block.gate_up.n // 2 for block in blocks)
         self.struct = Model(
-            (Block * len(blocks))(*blocks), c.dim, c.n_heads, c.n_kv_heads, c.head_dim, hidden,
-            c.act == "gelu", c.norm_eps, self.blocks[0].attn.scale, c.attn_softcap or 0.0)
+            (BlockWeights * len(blocks))(*blocks), c.dim, c.n_heads, c.n_kv_heads, c.head_dim,
+            hidden, c.act == "gelu", c.norm_eps, self.blocks[0].attn.scale, c.attn_softcap or 0.0)
         self.final = self.floats(self.norm)
 
     @torch.inference_mode()
@@ -67,14 +67,14 @@ class FewRows(StandIn):
         want = self.model.run(x, at, caches[0], subs)
         off = distance(self.run(x, at, caches[1], subs), want)
         # trap: where x is rounded, a last bit can move a number to its neighbour
-        rough = any(isinstance(part, Whole) and part.rounds for part in self.model.modules())
+        rough = any(isinstance(part, Integers) and part.rounds for part in self.model.modules())
         if not off <= tolerance(torch.bfloat16 if rough else x.dtype, len(subs)):
             self.struct = None
             note("rows", f"passes stay eager, because pass.cpp is off by {off:.2g}")
 
     def block(self, i):
-        """The Block of block i, or None if a matrix is of a kind that the loops do not know. The
-        blocks of trained heads may lack some parts."""
+        """The BlockWeights of block i, or None if a matrix is of a kind that the loops do not know.
+        The blocks of trained heads may lack some parts."""
         parts = dict(self.blocks[i].named_modules())
         tensors = dict(self.blocks[i].named_parameters())
         tensors |= {name: part for name, part in parts.items() if isinstance(part, Matrix)}
@@ -85,7 +85,7 @@ class FewRows(StandIn):
         if "attn.bias" in tensors:
             bias = self.keep(tensors["attn.bias"].detach().float())
         norms = [self.floats(parts.get(name)) for name in NORMS]
-        return Block(*norms, bias, *there, self.c.window_of(i) or 0)
+        return BlockWeights(*norms, bias, *there, self.c.window_of(i) or 0)
 
     def floats(self, norm):
         """The address of a norm's factors in float32, or None if there is no norm."""
@@ -94,13 +94,14 @@ class FewRows(StandIn):
         return self.keep(norm.offset + norm.weight.detach().float())
 
     def keep(self, t):
-        self.kept.append(t.contiguous())
-        return self.kept[-1].data_ptr()
+        self.alive.append(t.contiguous())
+        return self.alive[-1].data_ptr()
 
     def limit(self):
         """How many rows the loops compute."""
-        whole = any(isinstance(part, Whole) for part in self.model.modules())
-        return WIDTHS[-1] if whole else rows.few(self.tok.dtype)    # not by unpacking a matrix
+        if any(isinstance(part, Integers) for part in self.model.modules()):
+            return WIDTHS[-1]       # all others would unpack a matrix
+        return rows.few(self.tok.dtype)
 
     @torch.inference_mode()
     def run(self, x, at, cache=None, sublayers=None, trace=None):

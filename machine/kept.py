@@ -78,14 +78,14 @@ def digest(*contents):
     return hashlib.sha256(b"\0".join(contents)).hexdigest()[:16]
 
 
-def keep_whole(stem, suffix, content):
+def keep_hashed(stem, suffix, content):
     """`keep` in a file whose name ends with the hash of its content. `stem` is its path without
     that."""
     keep(stem.with_name(f"{stem.name}-{digest(content)}{suffix}"), content)
 
 
-def find_whole(stem, suffix):
-    """The path of what `keep_whole` wrote, or None. A file that was damaged later is removed."""
+def find_hashed(stem, suffix):
+    """The path of what `keep_hashed` wrote, or None. A file that was damaged later is removed."""
     for path in stem.parent.glob(f"{stem.name}-*{suffix}"):
         with contextlib.suppress(OSError):
             if path.stem.endswith(digest(path.read_bytes())):

@@ -7,8 +7,8 @@ template <class Go> INLINE auto with(int64_t kind, Go go) {
         case FLOAT32: return go(Plain<Floats<FLOAT32>>{});
         case BFLOAT16: return go(Plain<Pairs>{});
         case FLOAT16: return go(Plain<Floats<FLOAT16>>{});
-        case INT8: return go(Lanes<Whole<8>>{});
-        case INT4: return go(Lanes<Whole<4>>{});
+        case INT8: return go(Lanes<Integers<8>>{});
+        case INT4: return go(Lanes<Integers<4>>{});
         case INT4_HALF: return go(Lanes<Half>{});
         case INT8_ROUNDED: return go(Lanes<Rounded<8>>{});
         default: return go(Lanes<Rounded<4>>{});

@@ -59,7 +59,7 @@ class Part(NamedTuple):
             own.head = nn.Parameter(own.head[: -(-c.vocab_size // world)].detach())
         return own
 
-    def read(self, stored, shape):
+    def slice_of(self, stored, shape):
         """This process's slice of a stored tensor, where `shape` is smaller than the tensor."""
         cuts = []
         for whole, own in zip(stored.shape, shape, strict=True):

@@ -15,14 +15,14 @@
 static int omp_get_thread_num() { return 0; }
 #endif
 
-struct Block {                  // a null pointer: the model has no such part
+struct BlockWeights {                  // a null pointer: the model has no such part
     const float *attn_norm, *attn_post, *mlp_norm, *mlp_post, *q_norm, *k_norm, *bias;
     Weight wqkv, wo, gate_up, down;
     int64_t window;                // 0: none
 };
 
 struct Model {
-    const Block *blocks;
+    const BlockWeights *blocks;
     int64_t dim, heads, kv_heads, head_dim, hidden, gelu;
     float eps, scale, softcap;          // softcap 0: none
 };
@@ -143,7 +143,7 @@ template <Kind type> struct Running {
     }
 
     // The j-th vector of a group: one of its G queries, its key, or its value.
-    void rotate(const Block &block, int64_t layer, int64_t r, int64_t group, int64_t j) {
+    void rotate(const BlockWeights &block, int64_t layer, int64_t r, int64_t group, int64_t j) {
         int64_t i = group * (G + 2) + j;
         float v[D], turned[D];
         const float *sums = &b.sums[r * block.wqkv.n + i * D];
@@ -166,7 +166,7 @@ template <Kind type> struct Running {
         else memcpy(p.values + place, v, 4 * D);
     }
 
-    void attend(const Block &block, int64_t layer, int64_t r, int64_t h) {
+    void attend(const BlockWeights &block, int64_t layer, int64_t r, int64_t h) {
         int64_t place = layer * p.layer + r / p.T * p.text + h / G * p.head;
         const float *q = &b.q[(r * m.heads + h) * D];
         const float *keys = p.keys + place, *values = p.values + place;
@@ -216,7 +216,7 @@ template <Kind type> struct Running {
                 y[i * LANES + j] = rounded<type>(sums[i][j] / weights[j]);
     }
 
-    void attention(const Block &block, int64_t layer) {
+    void attention(const BlockWeights &block, int64_t layer) {
         multiply_norm(block.attn_norm, block.wqkv);
         #pragma omp for collapse(3)
         for (int64_t r = 0; r < R; r++)
@@ -228,7 +228,7 @@ template <Kind type> struct Running {
         multiply_add(block.wo, block.attn_post);
     }
 
-    void mlp(const Block &block) {
+    void mlp(const BlockWeights &block) {
         multiply_norm(block.mlp_norm, block.gate_up);
         const int64_t H = m.hidden;
         #pragma omp for collapse(2)

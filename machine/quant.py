@@ -84,7 +84,7 @@ class Looped(Matrix):
         return self.w.to(dtype)
 
 
-class Whole(Matrix):
+class Integers(Matrix):
     """A matrix of whole numbers in tiles of 16 outputs x 32 weights, as machine/bits.cpp reads it.
 
     With `rounds`, few rows of x are rounded as well, to int8 with a scale for each 32 numbers. Then
@@ -113,7 +113,7 @@ class Whole(Matrix):
 
     def describe(self):
         form = "in bfloat16" if self.dtype == torch.bfloat16 else "as it is"
-        kind = rows.WHOLE[self.bits, "rounded" if self.rounds else form]
+        kind = rows.INTEGERS[self.bits, "rounded" if self.rounds else form]
         scale = self._buffers.get("scale")
         return Weight(self.tiles.data_ptr(), None if scale is None else scale.data_ptr(),
                       self.rows, self.columns, kind)
@@ -135,7 +135,7 @@ def untiled(tiles, N, K):
     return tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)[:N, :K]
 
 
-class Int8(Whole):
+class Int8(Integers):
     """Each row is multiplied by one scale, and its largest magnitude becomes 127."""
     bits = 8
     names = "tiles", "scale"
@@ -160,7 +160,7 @@ class Int8(Whole):
         return (codes * scale).to(dtype)
 
 
-class Int4(Whole):
+class Int4(Integers):
     """Weight k of a group of 32 is offset + code * step. The smallest weight becomes 0, and the
     largest 15. A shorter last group of a row is padded with zeros."""
     bits = 4
@@ -206,7 +206,7 @@ KINDS = {"int8": Int8, "int4": Int4}
 def quantise(model, kind="int8", head=None, rounds=False):
     """A copy of a model with quantised matrices in its blocks. Embeddings, norms and head are
     shared with the model, not copied. `head` is the kind of the output head, if it is quantised as
-    well. `rounds` is for a copy that only drafts (see `Whole`). A quantised model is quantised
+    well. `rounds` is for a copy that only drafts (see `Integers`). A quantised model is quantised
     again from its present values. Cast a model before this, because a later cast would include the
     scales."""
     model = model.bare
@@ -214,10 +214,10 @@ def quantise(model, kind="int8", head=None, rounds=False):
 
     def replace(module, name, w, kind):
         if isinstance(w, Matrix):
-            whole = w.full(model.tok.dtype)
-            if whole is None:   # each process quantises its own part
+            full = w.full(model.tok.dtype)
+            if full is None:    # each process quantises its own part
                 return replace(w, "own", w.own, kind)
-            w = whole
+            w = full
         put(module, name, KINDS[kind](w.detach()))
 
     for b in twin.blocks:
@@ -228,7 +228,7 @@ def quantise(model, kind="int8", head=None, rounds=False):
     if head:
         replace(twin, "head", twin.tok if twin.head is None else twin.head, head)
     for module in twin.modules():
-        if isinstance(module, Whole):
+        if isinstance(module, Integers):
             module.rounds = rounds
     return twin
 
@@ -241,11 +241,11 @@ def draft_copy(model, kind, ids):
     (T,), which should be some text."""
     twin = quantise(model, kind, kind, rounds=True)
     if kind == "int4":
-        whole = model.bare
-        tokens = torch.tensor([ids], device=whole.tok.device)
-        at = Placement.span(0, len(ids), whole.tok.device)
-        x = whole.run(whole.embed(tokens), at)
-        same = twin.unembed(x).argmax(-1) == whole.unembed(x).argmax(-1)
+        model = model.bare
+        tokens = torch.tensor([ids], device=model.tok.device)
+        at = Placement.span(0, len(ids), model.tok.device)
+        x = model.run(model.embed(tokens), at)
+        same = twin.unembed(x).argmax(-1) == model.unembed(x).argmax(-1)
         if same.float().mean() < SURE:
             twin = quantise(model, kind, "int8", rounds=True)
     return twin

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from machine.blocks import Piece, pad, widen
 from machine.kept import note
-from machine.tapes import graph, joined, whole
+from machine.pieces import Piece, pad, widen
+from machine.tapes import graph, joined, program
 from machine.tolerance import distance, tolerance
 from model import StandIn, Transformer
 
@@ -30,7 +30,7 @@ class Session:
     """What the recorded models of a run share: the ways to record, best first (`machine.tapes`),
     and whether passes may be recorded now. say(line) tells what fails, by default as a note."""
 
-    def __init__(self, ways=(whole, joined, graph), say=None):
+    def __init__(self, ways=(program, joined, graph), say=None):
         self.ways = list(ways)
         self.say = say or partial(note, "recorded")
         self.open = False
@@ -89,17 +89,17 @@ class Recorded(StandIn):
     def cache(self, make, batch, slots):
         """A cache that is no longer in use and has room enough, or a new one. Much more room would
         cost time, because a pass reads all slots."""
-        for kept in self.caches:
-            fits = kept.k.shape[1] == batch and slots <= kept.k.shape[3] <= 2 * slots
-            if fits and sys.getrefcount(kept) == OURS:
-                return kept
+        for cache in self.caches:
+            fits = cache.k.shape[1] == batch and slots <= cache.k.shape[3] <= 2 * slots
+            if fits and sys.getrefcount(cache) == OURS:
+                return cache
         self.caches.append(make())
         return self.caches[-1]
 
     def hands_out(self, cache):
         """Whether this cache, or the one of which it is a part, was handed out here."""
         memory = cache.k.untyped_storage().data_ptr()
-        return any(kept.k.untyped_storage().data_ptr() == memory for kept in self.caches)
+        return any(own.k.untyped_storage().data_ptr() == memory for own in self.caches)
 
     def width(self, T):
         """The width that a block of T tokens is padded to, or None if it runs eagerly."""
@@ -178,7 +178,7 @@ class Recorded(StandIn):
         if len(ways) > 1 and time.monotonic() - self.session.begun > PATIENCE:
             ways.pop(0)
         want = f(self.model, *inputs, *fixed)
-        kept = [t.clone() for t in fixed]
+        before = [t.clone() for t in fixed]
         most = tolerance(want.dtype, len(f.sublayers) if isinstance(f, Piece) else 0)
         for way in list(ways):
             try:
@@ -189,12 +189,12 @@ class Recorded(StandIn):
                 if len(ways) > 1:
                     ways.remove(way)
             else:
-                pairs = zip([got, *fixed[2:]], [want, *kept[2:]], strict=True)
+                pairs = zip([got, *fixed[2:]], [want, *before[2:]], strict=True)
                 off = [distance(a, b) for a, b in pairs]
                 if all(d <= most for d in off):     # trap: false for NaN
                     return tape
                 why = f"it is off by {max(off):.2g} of the eager pass"
             self.session.say(f"{way.__name__}: {why}")
-            for t, before in zip(fixed, kept, strict=True):
-                t.copy_(before)
+            for t, old in zip(fixed, before, strict=True):
+                t.copy_(old)
         return None

@@ -25,13 +25,13 @@ from pathlib import Path
 
 import torch
 
-from machine.kept import cache_file, digest, find_whole, keep, keep_whole, note, processor
+from machine.kept import cache_file, digest, find_hashed, keep, keep_hashed, note, processor
 from model import Refused
 
 WIDTHS = 24, 32, 48, 64     # numbers of rows for which torch's product may be slower than the loop
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}    # a `Kind` in rows.cpp
 # a `Kind` of whole numbers, by their bits and by the form in which they take x
-WHOLE = {(8, "as it is"): 3, (4, "as it is"): 4, (8, "in bfloat16"): 3, (4, "in bfloat16"): 5,
+INTEGERS = {(8, "as it is"): 3, (4, "as it is"): 4, (8, "in bfloat16"): 3, (4, "in bfloat16"): 5,
          (8, "rounded"): 6, (4, "rounded"): 7}
 FILES = "vectors.cpp", "rows.cpp", "bits.cpp", "kinds.cpp", "pass.cpp"
 SOURCES = [Path(__file__).with_name(name) for name in FILES]
@@ -46,15 +46,15 @@ class Weight(Structure):
     _fields_ = [*fields(c_void_p, "data scale"), *fields(c_int64, "n k kind")]
 
 
-class Block(Structure):
-    """`Block` in pass.cpp."""
+class BlockWeights(Structure):
+    """`BlockWeights` in pass.cpp."""
     _fields_ = [*fields(c_void_p, "attn_norm attn_post mlp_norm mlp_post q_norm k_norm bias"),
                 *fields(Weight, "wqkv wo gate_up down"), ("window", c_int64)]
 
 
 class Model(Structure):
     """`Model` in pass.cpp."""
-    _fields_ = [("blocks", POINTER(Block)),
+    _fields_ = [("blocks", POINTER(BlockWeights)),
                 *fields(c_int64, "dim heads kv_heads head_dim hidden gelu"),
                 *fields(c_float, "eps scale softcap")]
 
@@ -99,7 +99,7 @@ def commands():
     return [[command, *some, *more] for some in (usual, single)]
 
 
-def identity():
+def fingerprint():
     """A hash of what the compiled loops depend on. -march=native resolves to instruction sets,
     which the compiler names among its macros, beside its version."""
     command = commands()[0]
@@ -109,7 +109,7 @@ def identity():
 
 
 def build(stem):
-    """Compile the sources, and keep the result; for `stem` see `keep_whole`. Returns the library.
+    """Compile the sources, and keep the result; for `stem` see `keep_hashed`. Returns the library.
     Raises OSError or ValueError if it cannot be compiled or does not pass its check."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / f"{stem.name}.so"
@@ -124,7 +124,7 @@ def build(stem):
         lib = ctypes.CDLL(str(made))
         check(lib)
         try:
-            keep_whole(stem, ".so", made.read_bytes())
+            keep_hashed(stem, ".so", made.read_bytes())
         except OSError as e:
             note("rows", f"not kept, so the next run compiles again: {e}")
     return lib
@@ -133,7 +133,7 @@ def build(stem):
 def load_kept(stem):
     """The library that an earlier run has kept and checked, or None if there is none that works
     here. It cannot be loaded from a folder without the right to execute."""
-    path = find_whole(stem, ".so")
+    path = find_hashed(stem, ".so")
     if path is None:
         return None
     try:
@@ -152,7 +152,7 @@ def load_kept(stem):
 def library():
     """The compiled functions. If there are none, print one line that says why, and return None."""
     try:
-        stem = cache_file(f"rows-{identity()}")
+        stem = cache_file(f"rows-{fingerprint()}")
         lib = load_kept(stem)
         if lib is None:
             note("rows", "compiling the loops of machine/rows.cpp, once per machine")
@@ -177,7 +177,7 @@ def check(lib):
         # any bytes are whole numbers, and these are steps and offsets in bfloat16, too
         tiles = torch.linspace(-2, 2, 5 * (K + 31) // 32 * 256).to(torch.bfloat16)
         scale = torch.ones(80)
-        for kind in set(WHOLE.values()):
+        for kind in set(INTEGERS.values()):
             what = Weight(tiles.data_ptr(), scale.data_ptr(), 70, K, kind)
             alone(lib, x, what, f"kind {kind}")
 
@@ -196,7 +196,7 @@ def few(dtype):
     """Up to how many rows the loop multiplies faster than torch, for a matrix of this dtype. It is
     measured once per machine and then kept, so that the next run reads its prompt by the same
     routine. The least is more than any round has."""
-    parts = "rows", identity(), torch.__version__, torch.get_num_threads(), dtype
+    parts = "rows", fingerprint(), torch.__version__, torch.get_num_threads(), dtype
     path = cache_file("-".join(map(str, parts)).replace("torch.", "") + ".txt")
     try:
         return int(path.read_text())

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from machine.blocks import Piece, compiled, single
+from machine.pieces import Piece, compiled, single
 
 
 class Tape:
@@ -65,10 +65,10 @@ def joined(f, model, inputs, fixed, session):
     return Graph(partial(f, model), inputs, fixed, session)
 
 
-def whole(f, model, inputs, fixed, session):
+def program(f, model, inputs, fixed, session):
     """A graph of one compiled program for the whole pass, whose kernels are joined even across
     sub-layers, so that it rounds like no other pass. Every sub-layer takes a second or so to
     compile."""
     if isinstance(f, Piece):
-        f = partial(f.whole, compiled(Piece.__call__))
+        f = partial(f.program, compiled(Piece.__call__))
     return Graph(partial(f, model), inputs, fixed, session)

@@ -88,9 +88,9 @@ class Head:
         """The drafter of chains with this head."""
         raise NotImplementedError
 
-    def drafter(self, rule, shape=None):
-        """A drafter of chains, or of trees of this shape, a list of parents."""
-        families = Counter(shape).values()      # how many children each parent has
+    def drafter(self, rule, parents=None):
+        """A drafter of chains, or of trees with these parents; see `methods.trees`."""
+        families = Counter(parents).values()      # how many children each parent has
         widths = [sum(size > i for size in families) for i in range(1, max(families, default=0))]
         if widths:
             return Siblings(self.chains(rule), widths)

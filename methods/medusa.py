@@ -52,8 +52,8 @@ class Medusa(Head):
         for k in range(1, self.steps + 1):
             yield k, self.after(x[:, :-k], k - 1, tokens[:, k:])
 
-    def drafter(self, rule, shape=None):
-        return MedusaDraft(self, rule, shape)
+    def drafter(self, rule, parents=None):
+        return MedusaDraft(self, rule, parents)
 
 
 class MedusaDraft(HeadDraft):

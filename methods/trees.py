@@ -249,23 +249,23 @@ class Siblings(Wrapper):
         self.widths = widths
 
     def propose(self, state):
-        kept = []                           # the logits of each drafted token, (B, 1, V)
+        raw = []                            # the logits of each drafted token, (B, 1, V)
 
-        def keeping(logits):
-            kept.append(logits)
+        def noting(logits):
+            raw.append(logits)
             return state.probs(logits)
 
-        draft = self.drafters[0].propose(replace(state, probs=keeping)).fit(state)
+        draft = self.drafters[0].propose(replace(state, probs=noting)).fit(state)
         K = draft.tokens.shape[1]
         room = max(state.room) - K
         widths = []
         for width in self.widths:
-            width = min(width, K, len(kept), room - sum(widths))
+            width = min(width, K, len(raw), room - sum(widths))
             if width > 0:
                 widths.append(width)
         if draft.q is None or not widths:
             return draft
-        tokens, q = siblings(draft, torch.cat(kept, 1), widths, state.coins)
+        tokens, q = siblings(draft, torch.cat(raw, 1), widths, state.coins)
         length = torch.where(draft.length == K, K + sum(widths), draft.length)
         parents = state.send([[*range(K), *(k for width in widths for k in range(width))]])
         return Tree(torch.cat(tokens, 1), torch.cat(q, 1), length, parents=parents)

@@ -326,7 +326,7 @@ print(tokenizer.decode(texts[1]))
 # A recording is made for given sub-layers and a given number of rows, tokens and slots. What
 # changes from round to round is its input: the states, the position, the masks. So per pass the
 # host launches one replay and a few copies. A graph still has as many kernels as before. So
-# `machine/blocks.py` first has them *fused* by a compiler: an addition and a multiplication become
+# `machine/pieces.py` first has them *fused* by a compiler: an addition and a multiplication become
 # one loop over memory.
 #
 # Both remedies, the call on a CPU and the graph on a GPU, are behind `generate.py --fast`.
@@ -337,7 +337,7 @@ print(tokenizer.decode(texts[1]))
 #
 # Compilers have bugs. The one in torch 2.13 takes our attention for a pattern that it knows, and
 # replaces it by code that computes other numbers, without a warning (pytorch issues 195320 and
-# 195383). `machine/blocks.py` turns these patterns off, and `Recorded` still checks every recording
+# 195383). `machine/pieces.py` turns these patterns off, and `Recorded` still checks every recording
 # against an eager pass on its first real input. (So does `fast` on a CPU, once per model.) **The
 # next cell simulates** such a mistake: its program reads the mask's rows in the order (token,
 # head), while the scores have (head, token). We write a text without the check, then with it.

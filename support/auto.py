@@ -14,7 +14,7 @@ from methods.standin import VOCAB, read_vocab
 from sampling import to_probs
 from support.files import read_beside
 from support.flags import Plan, processes
-from support.measure import LARGE, by_bytes, kept_costs, priced
+from support.measure import LARGE, by_bytes, kept_costs, with_costs
 from support.skips import read_skip
 
 
@@ -54,7 +54,7 @@ def auto(options, model, tokenizer):
 
     def arms():
         found = candidates(model, machine, skip, vocab, trained, rough, small)
-        return [priced(arm, table[arm.name]) if table else arm for arm in found]
+        return [with_costs(arm, table[arm.name]) if table else arm for arm in found]
 
     if measured:
         about = ", with costs as measured here"

@@ -113,10 +113,10 @@ def trained(options, model, tokenizer):
     head.drafter(gamma)     # raises what a chain of this length would raise
     cost = heads.drafting(head).start
     levels = min(longest, gamma)
-    shape = best_tree(head.ranks, options.tree, cost, 0.0, head.branches, levels) or [0]
-    levels = max(ancestors(torch.tensor([shape]))[0].sum(-1).tolist()) - 1
-    about += f", trees of {len(shape)} tokens"
-    return Plan(options, lambda limit: head.drafter(limit, shape), levels, about, head.kind)
+    parents = best_tree(head.ranks, options.tree, cost, 0.0, head.branches, levels) or [0]
+    levels = max(ancestors(torch.tensor([parents]))[0].sum(-1).tolist()) - 1
+    about += f", trees of {len(parents)} tokens"
+    return Plan(options, lambda limit: head.drafter(limit, parents), levels, about, head.kind)
 
 
 def from_a_file(options, model, tokenizer):

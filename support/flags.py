@@ -95,16 +95,16 @@ def processes():
 # --- the parser
 
 
-def between(least, most):
+def within(least, most):
     """An argparse type: a whole number from `least` to `most`."""
-    def read(text):
+    def convert(text):
         number = int(text)
         if not least <= number <= most:
             raise argparse.ArgumentTypeError(f"must be from {least} to {most}, got {number}")
         return number
 
-    read.__name__ = "whole number"
-    return read
+    convert.__name__ = "whole number"
+    return convert
 
 
 def of_a_file(text):
@@ -120,17 +120,17 @@ def names_a_file(text):
 
 def ending(suffix):
     """An argparse type: a path with this ending."""
-    def read(text):
+    def convert(text):
         if Path(text).suffix != suffix:
             raise argparse.ArgumentTypeError(f"must name a {suffix} file, got {text!r}")
         return Path(text)
 
-    return read
+    return convert
 
 
 OF_DRAFTS = {   # flags that go with some sources only
     "gamma": dict(
-        type=between(0, 1000), metavar="G",
+        type=within(0, 1000), metavar="G",
         help="how many tokens to draft per round (auto, --rule: at most); levels of a tree"),
     "exit-layer": dict(
         type=int, metavar="E", help="draft with the first E blocks (default: a sixth)"),
@@ -143,7 +143,7 @@ OF_DRAFTS = {   # flags that go with some sources only
         help="your own rule for how far to draft, NAME: (gamma) -> Rule; lab/rules.py has the "
              "published ones"),
     "tree": dict(
-        type=between(1, 128), metavar="N", help="trained heads: draft a tree of N tokens"),
+        type=within(1, 128), metavar="N", help="trained heads: draft a tree of N tokens"),
     "draft-vocab": dict(
         metavar="FILE",
         help="draft with few tokens and a shorter output head (not for lookup and trained heads), "

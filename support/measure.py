@@ -80,7 +80,7 @@ def by_clock(model, probs=to_probs, rows=1, repeats=50, limit=math.inf):
     written = torch.arange(cache.k.shape[3], device=device).repeat(rows, 1) % model.c.vocab_size
     state = State(written, n, known, [far] * rows, cache, model, probs, coins, ())
 
-    def read(T):        # a round, which is then taken back
+    def round_of(T):        # a round, which is then taken back
         r = one_round(state, Given(T - 1), verify)
         for row in known:
             del row[CONTEXT + 1 :]
@@ -91,8 +91,8 @@ def by_clock(model, probs=to_probs, rows=1, repeats=50, limit=math.inf):
     # trap: a pass takes longer after other work. It follows a pass here, as in plain decoding
     passes = {}
     for T in WIDTHS:
-        passes[T, "before"] = partial(read, 1)
-        passes[T, ""] = partial(read, T)
+        passes[T, "before"] = partial(round_of, 1)
+        passes[T, ""] = partial(round_of, T)
     model.rehearse(lambda: [passes[T, ""]() for T in WIDTHS])
     attentions = range(0, 2 * L, 2)
     times = interleave({
@@ -164,7 +164,7 @@ def measure_arms(model, arms, machine, probs=to_probs, rows=1, repeats=5, limit=
     return found
 
 
-def priced(arm, measured):
+def with_costs(arm, measured):
     """The Arm with the costs that were measured. A rule that takes long to ask is not asked."""
     once, each, asking = measured
     arm.drafter.rule.asks = asking <= OVERHEAD

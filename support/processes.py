@@ -9,7 +9,7 @@ from support import cli
 from support.flags import names_a_file
 
 
-def together(options):
+def group(options):
     """The context in which the processes run. Raises Refused for what needs one process."""
     for flag in ("fast", "exact"):
         if vars(options)[flag]:

@@ -74,7 +74,7 @@ class Stream:
         nothing yet."""
         self.ids.append(token)
         whole = self.decode(self.ids)
-        piece = self.read(whole.rstrip("\ufffd"))
+        piece = self.advance(whole.rstrip("\ufffd"))
         alone = self.decode([token])
         if piece and alone and whole.endswith(alone) and "\ufffd" not in alone:
             # trap: decoded alone, the next token would lose its leading space, so this one stays
@@ -84,9 +84,9 @@ class Stream:
 
     def rest(self):
         """What was held back. Call it after the last token."""
-        return self.read(self.decode(self.ids))
+        return self.advance(self.decode(self.ids))
 
-    def read(self, whole):
+    def advance(self, whole):
         piece = whole[self.shown :]
         self.shown = max(self.shown, len(whole))
         return piece

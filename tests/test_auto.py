@@ -10,7 +10,7 @@ from paper_gpu import Clock
 from tiny import LLAMA, PROMPTS, make
 
 from layerskip import SelfDraft, early_exit
-from machine.blocks import Piece
+from machine.pieces import Piece
 from machine.recorded import Recorded, Session
 from machine.tapes import Tape
 from methods.arms import candidates
@@ -18,7 +18,7 @@ from methods.pace import Pace
 from sampling import Coins, to_probs
 from speculative import rounds
 from support import measure
-from support.measure import by_clock, measure_arms, priced
+from support.measure import by_clock, measure_arms, with_costs
 
 SUBLAYER, HEAD = 75.0, 75.0     # microseconds in a graph; a plain round takes 1.2 milliseconds
 NEW = 200
@@ -51,7 +51,7 @@ def test_auto_is_never_far_below_the_best(damp, T, monkeypatch):
         table = measure_arms(m, candidates(m, machine), machine)
 
         def auto():
-            arms = [priced(arm, table[arm.name]) for arm in candidates(m, machine)]
+            arms = [with_costs(arm, table[arm.name]) for arm in candidates(m, machine)]
             return Pace(m, arms, machine, clock=time.perf_counter)
 
         def written(drafter, count=NEW):

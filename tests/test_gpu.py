@@ -12,7 +12,7 @@ from tiny import FAMILIES, LIVELY, PROMPTS, each_family, make
 from control import Confidence
 from layerskip import SelfDraft
 from machine.recorded import Recorded, Session
-from machine.tapes import joined, simulated, whole
+from machine.tapes import joined, program, simulated
 from methods.block import verify_block
 from methods.heads import Eagle, Jump, Kangaroo, Medusa
 from methods.lookup import NGram, Suffix
@@ -87,7 +87,7 @@ def test_recorded_passes_write_what_eager_ones_do(family, device):
     simulated recordings where there are none."""
     m = make(LIVELY[family], device=device)
     want, _ = generate(m, PROMPTS[:2], 12)
-    ways = {joined: ("plain", "exit", "gap", "stop", "n-gram"), whole: ("plain",)}
+    ways = {joined: ("plain", "exit", "gap", "stop", "n-gram"), program: ("plain",)}
     for way, names in ways.items():
         way = simulated if isinstance(m.tok.data, Paper) else way
         fast = Recorded(m, Session([way], pytest.fail))

@@ -10,8 +10,8 @@ import torch
 from tiny import GEMMA, LLAMA, make
 
 from machine import kept
-from machine.blocks import Piece
 from machine.kept import identity
+from machine.pieces import Piece
 from machine.quant import quantise
 from machine.recorded import Recorded, Session
 from machine.tapes import simulated
@@ -25,8 +25,8 @@ from support.measure import (
     kept_costs,
     measure_arms,
     measure_step,
-    priced,
     read_machine,
+    with_costs,
 )
 
 
@@ -129,7 +129,7 @@ def test_what_drafts_take_by_hand(models, monkeypatch):
     found = measure_arms(models["llama"], [arm], m)[arm.name]
     assert found == pytest.approx((0.1, 0.3, 0.05))
     for asking in (0.05, 0.001):
-        dear = priced(arm, (0.1, 0.3, asking))
+        dear = with_costs(arm, (0.1, 0.3, asking))
         asks = asking < 0.01
         assert dear.drafter.rule.asks == asks
         assert dear.cost(64, 4) == pytest.approx(0.1 + 4 * (0.3 + asking * asks))

@@ -151,13 +151,13 @@ def test_several_processes_write_the_text_of_one(folders, tmp_path):
 def test_each_process_reads_only_its_slices(folders, monkeypatch, family):
     """Together they read each matrix once, and every one the embeddings and norms."""
     whole, _ = checkpoint.load(folders / family, "cpu")
-    read, sizes = parallel.Part.read, []
+    slice_of, sizes = parallel.Part.slice_of, []
 
     def counted(part, stored, shape):
         sizes.append(math.prod(shape))
-        return read(part, stored, shape)
+        return slice_of(part, stored, shape)
 
-    monkeypatch.setattr(parallel.Part, "read", counted)
+    monkeypatch.setattr(parallel.Part, "slice_of", counted)
     for rank in range(4):
         m, _ = checkpoint.load(folders / family, "cpu", part=parallel.Part(rank, 4))
     pieces = list(checkpoint.parts(whole))

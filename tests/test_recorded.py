@@ -29,8 +29,8 @@ from drafter import ModelDraft
 from kvcache import KVCache, new_cache, prefill
 from layerskip import SelfDraft, without
 from machine import recorded
-from machine.blocks import Piece, single
 from machine.exact import Exact
+from machine.pieces import Piece, single
 from machine.recorded import Recorded, Session
 from machine.tapes import Tape, graph, simulated
 from methods.lookup import NGram
@@ -327,7 +327,7 @@ def test_joined_blocks_are_the_blocks(c):
             piece = Piece(tuple(sublayers), (3, 8), True)
             texts = []
             once = (width, end) == (4, 19) and len(sublayers) < 12
-            whole = partial(piece.whole, program) if once else piece
+            whole = partial(piece.program, program) if once else piece
             for run in piece, partial(piece.joined, compiled), whole:
                 torch.manual_seed(width)
                 cache = KVCache(m.c, 2, 32, torch.float64)

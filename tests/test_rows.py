@@ -331,14 +331,14 @@ def test_what_cannot_be_loaded_or_is_another_library_is_not_used(folder, monkeyp
 
 def test_other_instruction_sets_have_another_file(monkeypatch):
     """On ARM the processor has no name, and virtual machines share theirs."""
-    mine = rows.identity()
-    assert mine == rows.identity()
+    mine = rows.fingerprint()
+    assert mine == rows.fingerprint()
     monkeypatch.setattr(rows, "flags", lambda flags=rows.flags: [*flags(), "-D__A_SET__=1"])
-    assert rows.identity() != mine
+    assert rows.fingerprint() != mine
     names = set()
     for flags in ("fp asimd", "fp asimd sve bf16"):
         monkeypatch.setattr(Path, "read_text", lambda *_, text=flags, **__: f"Features : {text}")
-        names.add(rows.identity())
+        names.add(rows.fingerprint())
     assert len(names) == 2
 
 

@@ -121,12 +121,12 @@ class Piece(NamedTuple):
             states[i] = x
         return torch.stack([*(states[i] for i in self.traced), x])
 
-    def whole(self, program, model, x, *tensors):
-        """Like `__call__`, which is compiled as `program`."""
+    def program(self, compiled, model, x, *tensors):
+        """Like `__call__`, which is `compiled` as one."""
         cos, sin, *caches = tensors[1 if self.chain else 3 :]
         any_length(1, cos, sin)
         any_length(2, *caches)
-        return program(self, model, x, *tensors)
+        return compiled(self, model, x, *tensors)
 
 
 # --- for CUDA graphs: fewer kernels
