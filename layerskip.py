@@ -29,16 +29,6 @@ def without(n_layers: int, attn: Sequence[int] = (), mlp: Sequence[int] = ()) ->
     return check_sublayers([i for i in range(2 * n_layers) if i not in gone], n_layers)
 
 
-def skipped(n_layers: int, sublayers: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The inverse of `without`. Returns (attn, mlp), the blocks whose attention or MLP is skipped.
-
-    >>> skipped(3, [0, 1, 4])
-    ([1], [1, 2])
-    """
-    gone = sorted(set(range(2 * n_layers)) - set(sublayers))
-    return [i // 2 for i in gone if i % 2 == 0], [i // 2 for i in gone if i % 2]
-
-
 def early_exit(n_layers: int, exit_layer: int) -> list[int]:
     """The sub-layers of the first `exit_layer` blocks."""
     if not 1 <= exit_layer <= n_layers:

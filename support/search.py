@@ -9,7 +9,6 @@ from tqdm import tqdm
 
 import checkpoint
 from checkpoint import parse_json, read_text
-from layerskip import skipped
 from methods.costs import by_weights
 from methods.standin import VOCAB, ShortHead, most_frequent
 from model import Refused
@@ -92,7 +91,9 @@ def resume(path, header):
 def skip_file(space, entry):
     """The content of a file for generate.py --skip. It names the blocks that lose their attention
     or MLP, and the gain."""
-    attn, mlp = skipped(space.n_layers, space.sublayers([int(b) for b in entry["bits"]]))
+    gone = [sub for sub, bit in zip(space.skippable, entry["bits"], strict=True) if bit == "1"]
+    attn = [sub // 2 for sub in gone if sub % 2 == 0]
+    mlp = [sub // 2 for sub in gone if sub % 2 == 1]
     gamma = entry["gamma"] if entry["speedup"] > 1 else 0
     return {"attn": attn, "mlp": mlp, "gamma": gamma, "alpha": entry["alpha"], "c": entry["c"],
             "predicted_speedup": entry["speedup"]}

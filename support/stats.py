@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from drafter import Drafter
+from methods.wrapper import Wrapper
 
 
 @dataclass
@@ -47,15 +48,13 @@ class Counts:
 # --- time
 
 
-class Stopwatch(Drafter):
+class Stopwatch(Wrapper):
     """Wraps a drafter (None for plain decoding) and measures the seconds until the target and the
     draft model have read the prompts. It starts when it is made, so make one right before each
     run."""
 
     def __init__(self, drafter=None):
-        self.drafter = drafter or Drafter()
-        self.rule = self.drafter.rule
-        self.taps = self.drafter.taps
+        super().__init__(drafter or Drafter())
         self.reading = 0.0
         self.now = time.perf_counter()
 
@@ -68,14 +67,8 @@ class Stopwatch(Drafter):
         return self.now - before
 
     def begin(self, state, trace):
-        self.drafter.begin(state, trace)
+        super().begin(state, trace)
         self.reading = self.lap(state)
-
-    def propose(self, state):
-        return self.drafter.propose(state)
-
-    def observe(self, state, r):
-        self.drafter.observe(state, r)
 
 
 class Timed(Stopwatch):

@@ -10,7 +10,7 @@ from teach import compare, fail
 from tiny import LIVELY, LLAMA, PROMPTS, each_family, make, read, warm
 
 from kvcache import KVCache
-from layerskip import SelfDraft, early_exit, shared_prefix, skipped, without
+from layerskip import SelfDraft, early_exit, shared_prefix, without
 from methods.standin import ShortHead, most_frequent, read_vocab
 from model import Placement
 from sampling import Coins, to_probs
@@ -34,7 +34,6 @@ DRAFTS = {
 def test_skip_sets_by_hand():
     assert without(3, attn=[1], mlp=[0, 2]) == [0, 3, 4], "attention i is sub-layer 2i"
     assert without(3, attn=(2, 1, 1)) == [0, 1, 3, 5], "any order, and twice is once"
-    assert skipped(3, [0, 3, 4]) == ([1], [0, 2])
     assert early_exit(3, 1) == [0, 1] and early_exit(3, 3) == without(3) == [*range(6)]
 
 

@@ -18,7 +18,6 @@ from tiny import LLAMA, make, wide
 import checkpoint
 from kvcache import KVCache
 from lab.save import save
-from layerskip import skipped, without
 from model import Placement, frequencies, rope, rotate, visible
 from sampling import Coins, uniforms
 
@@ -29,13 +28,6 @@ unshrunk = partial(settings, phases=[Phase.explicit, Phase.generate], report_mul
 
 
 # --- sampling
-
-
-@given(st.data(), st.integers(1, 9))
-def test_without_and_skipped_are_inverse(data, n):
-    attn, mlp = (sorted(data.draw(st.sets(st.integers(0, n - 1)))) for _ in range(2))
-    if len(attn) + len(mlp) < 2 * n:
-        assert skipped(n, without(n, attn, mlp)) == (attn, mlp)
 
 
 def splitmix(seed, i):
