@@ -34,7 +34,7 @@ def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     p = logits.softmax(-1)
     if top_k is None and top_p in (None, 1) and min_p is None:
         return p
-    ids = candidates(logits, p, top_k, top_p, min_p)                            # (C,)
+    ids = survivors(logits, p, top_k, top_p, min_p)                            # (C,)
     order = logits.index_select(-1, ids).sort(dim=-1, descending=True, stable=True)
     ids = ids.take(order.indices[..., :top_k])                                  # (..., k)
     p = p.gather(-1, ids)                                                       # (..., k), falling
@@ -47,7 +47,7 @@ def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     return torch.zeros_like(logits).scatter_(-1, ids, scaled(p))
 
 
-def candidates(logits, p, top_k, top_p, min_p):
+def survivors(logits, p, top_k, top_p, min_p):
     """The ids (C,), rising, of all tokens that the cuts may leave in some row of p (..., V), the
     softmax of the logits. Only these need to be sorted: to sort a whole vocabulary takes half as
     long as a pass of a small model."""
