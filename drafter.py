@@ -47,7 +47,7 @@ class Draft:
         length = None if self.length is None else self.length.clamp(max=K)
         return replace(self, tokens=self.tokens[:, :K], q=q, length=length, reuse=None)
 
-    def fit(self, state) -> Draft:
+    def trimmed(self, state) -> Draft:
         """The draft as it is verified. `length` leaves room in each row for the token after it."""
         draft = self.cut(max(state.room))
         K = draft.tokens.shape[1]

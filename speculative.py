@@ -73,7 +73,7 @@ def one_round(state, drafter, verify, eos=frozenset()):
     model = state.model
     sublayers = range(2 * model.c.n_layers)
     # 1. Draft, but leave room for the token after the draft.
-    draft = drafter.propose(state).fit(state)
+    draft = drafter.propose(state).trimmed(state)
     # 2. The block: the last known token and the draft. Some sub-layers may have run already. In the
     # first round the prompt's last token is read again, so that every round has the same form.
     block = torch.cat([state.last(), draft.tokens], 1)                          # (B, K+1)

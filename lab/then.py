@@ -25,7 +25,7 @@ class Then(Wrapper):
 
     def propose(self, state):
         a, b = self.drafters
-        first = a.propose(state).fit(state)
+        first = a.propose(state).trimmed(state)
         if isinstance(first, Tree):
             raise Refused("a tree has several ends: put it around both drafters, "
                           "Siblings(Then(a, b))")
@@ -42,7 +42,7 @@ class Then(Wrapper):
         longer = replace(state, tokens=state.tokens.clone(), n=n, known=known, left=left)
         slots = state.span(1, 1 + first.tokens.shape[1]).slots
         longer.tokens.scatter_(1, slots, first.tokens)
-        return append(first, b.propose(longer).fit(longer))
+        return append(first, b.propose(longer).trimmed(longer))
 
     def observe(self, state, r):
         """Each learns from its own part. Unless all of a's part was accepted, b's was never

@@ -255,7 +255,7 @@ class Siblings(Wrapper):
             raw.append(logits)
             return state.probs(logits)
 
-        draft = self.drafters[0].propose(replace(state, probs=noting)).fit(state)
+        draft = self.drafters[0].propose(replace(state, probs=noting)).trimmed(state)
         K = draft.tokens.shape[1]
         room = max(state.room) - K
         widths = []

@@ -267,7 +267,7 @@ class Notes(Wrapper):
     def propose(self, state):
         self.known, self.left = [list(text) for text in state.known], list(state.left)
         self.draft = super().propose(state)
-        self.lengths = self.draft.fit(state).length.tolist()
+        self.lengths = self.draft.trimmed(state).length.tolist()
         return self.draft
 
 
