@@ -31,14 +31,14 @@ from support import cli
 from support.files import write_file
 
 ROOT = Path(__file__).resolve().parents[1]
-# in which part of a line each decimal must have its result: anywhere, in tables, in a column
-DOCUMENTS = {"README.md": r".*", "lab/BENCHMARKS.md": r".*", "lab/BOOK.md": r"\s*\|.*",
-             "docs/papers.md": r"(?:\|[^|]*){3}"}
+# in which part of a line each decimal must have its result: papers' own figures have none
+DOCUMENTS = {"README.md": ".*", "lab/BENCHMARKS.md": ".*", "lab/BOOK.md": ".*",
+             "docs/names.md": ".*", "docs/papers.md": r"(?:\|[^|]*){3}"}
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?%?"
 FIGURE = re.compile(rf"({NUMBER})<!-- (.+?) -->")
 TABLE = re.compile(r"^ *<!-- table: (.+?)(?: \((.+)\))?(?: by (\d))? -->\n((?: *\|.*\n)+)", re.M)
 KEY = re.compile(r"(?<! )/(?! )")    # "recorded / transformers" is one key
-DECIMAL = re.compile(r"(?<![\w.,/])(?<!T )(?<!temperature )(?<!top-p )\d+\.\d+(?!\.?\d|\w)")
+DECIMAL = re.compile(r"(?<![\w.,/])(?<!T )(?<!temperature )(?<!top-p )\d*\.\d+(?!\.?\d|\w)")
 NO_TEXT = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|\[\d{4}\.\d{5}", re.S)   # code and addresses
 
 

@@ -16,7 +16,7 @@ from sampling import raw_probs
 FADE = 0.95     # the share of the counts that remains after each round
 BIN_FADE = 0.98     # the same for a bin of confidence, after each token in it
 UNKNOWN = 11    # the bin of a confidence that was not asked for
-EXITS = 1 / 12, 1 / 6, 1 / 4, 1 / 3     # shares of the blocks after which it is good to leave
+EXITS = 1 / 12, 1 / 6, 1 / 4, 1 / 3     # exits to try, as shares of the model's depth
 COPY = 7    # tokens that may be copied, because with the last one they fill a recorded block of 8
 PRIOR = 4       # tests that what is known of a draft beforehand counts for
 
@@ -116,8 +116,9 @@ class Arm:
 
 
 class Copies(Arm):
-    """Suffix decoding. What it would copy is known before the round, and what that would have been
-    worth is known after it, whoever drafted. A long match is right more often than a short one."""
+    """Suffix decoding. The copy is known before the round, and how many of its tokens were right is
+    known after it, also when another arm drafted. A long match is right more often than a short
+    one."""
 
     def __init__(self):
         super().__init__("suffix", Suffix(COPY, factor=4.0), Line(0.0))   # Pace cuts its drafts

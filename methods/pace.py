@@ -113,8 +113,8 @@ class Pace(Wrapper):
         return draft
 
     def decide(self, state):
-        """Choose how this round drafts. A choice that is made again holds longer, but what may be
-        copied is new in every round."""
+        """Choose how this round drafts. If the same arm wins again, the choice is kept for more
+        rounds, but copies are looked up in every round."""
         n = max(state.lengths)
         room = min(self.most, max(state.room))
         last = self.choice
@@ -161,8 +161,8 @@ class Pace(Wrapper):
         return self.balance - sum(other.cost(n, 1) + further for other in waiting)
 
     def choose(self, n, room, thinking):
-        """The Choice that promises most, if that is more than MARGIN above plain decoding. What an
-        arm reads first does not count, because it occurs only once."""
+        """The Choice that promises most, if that is more than MARGIN above plain decoding. Catching
+        up with the text is paid once, so it is charged to the balance but not to the rate."""
         best = (1 + MARGIN) / self.machine.verify(n)
         found = self.offer(self.nothing, n, 0, thinking)
         length = 0
@@ -180,7 +180,7 @@ class Pace(Wrapper):
 
     def length_for(self, choice):
         """The longest draft of an arm: any length that its rule allows, if the rule is asked. The
-        rule's bars are made for what the arm brings, not for what it might bring."""
+        stop thresholds use the mean acceptance, not the optimistic one."""
         rule = choice.arm.drafter.rule
         speed, length = promise(choice.costs, rule.acceptance.mean())
         if not rule.asks:

@@ -40,10 +40,10 @@ print(f"{L} blocks; the prompt has {len(prompt)} tokens")
 #
 # $$\frac{1 + \alpha + \dots + \alpha^\gamma}{\gamma c + 1}$$
 #
-# Everything is told in one unit, a pass of the model over one token of a short text. c comes from a
+# All costs have one unit, a pass of the model over one token of a short text. c comes from a
 # `Machine`, which here counts the weights that are read; `generate.py --fast` measures it by the
-# clock, and corrects it after every round. Alpha of suffix decoding comes from the text, which
-# shows what its copies would have been worth, whichever way was chosen. Alpha of everything else
+# clock, and corrects it after every round. Alpha of suffix decoding can be counted in
+# every round: compare what it would have copied with what was written. Alpha of everything else
 # comes from its own drafts, so for a drafter that is seldom used it is uncertain. Pace takes it to
 # be one standard deviation above its mean, so it tries what it knows little about, and its old
 # counts fade, so it tries again what failed long ago. If nothing is at least 5 % faster than plain
