@@ -78,7 +78,7 @@ def prefill(model, tokens, cache, trace=None):
         first = i * model.chunk
         at = Placement.span(first, first + part.shape[1], tokens.device)
         traces.append(dict.fromkeys(trace or ()))
-        xs.append(model.run(model.embed(part), at, cache, trace=traces[-1]))
+        xs.append(model.run(model.embed(part), at, cache, None, traces[-1]))
     for tap in trace or ():
         trace[tap] = torch.cat([part[tap] for part in traces], 1)
     return torch.cat(xs, 1)
