@@ -205,8 +205,8 @@ side.legend(frameon=False, loc="upper left", ncols=2)
 figure
 
 # %% [markdown]
-# The model's own text is easier than the stories, which makes the measured gain larger than the
-# prediction. Other things make it smaller: a small model on a CPU also spends time on Python and
+# The model's own text is easier than the stories, which raises the measured gain above the
+# prediction. Other things lower it: a small model on a CPU also spends time on Python and
 # small tensors, and a block of several tokens costs more than one token. And 24 tokens after one
 # prompt are few: some of the difference is chance. Tokens per pass carry over from one machine to
 # another. Seconds do not.

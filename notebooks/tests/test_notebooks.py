@@ -38,15 +38,19 @@ def test_runs_from_top_to_bottom(path):
     assert not warnings, "a reader would see them"
 
 
+def stated(path):
+    """How many minutes a page says that it takes."""
+    text = re.sub(r"\n# ", " ", path.read_text(encoding="utf-8"))
+    return int(re.search(r"About (\d+) minutes", text)[1])
+
+
 @each
 def test_what_is_committed_was_made_from_its_source(path):
     notebook = nbformat.read(path.with_suffix(".ipynb"), 4)
     minutes = execute["minutes"](notebook)
     assert minutes <= 45, "too long for a sitting"
     made = notebook.cells
-    text = " ".join(cell.source for cell in made if cell.cell_type == "markdown")
-    stated = re.search(r"About\s+(\d+)\s+minutes", text)
-    assert int(stated[1]) == 5 * round(minutes / 5), f"it takes {minutes:.0f} minutes"
+    assert stated(path) == 5 * round(minutes / 5), f"it takes {minutes:.0f} minutes"
     source = execute["read"](path).cells
     cells, source = ([(c.cell_type, c.source) for c in part] for part in (made, source))
     assert cells == source, "run `make notebooks`"
@@ -54,6 +58,12 @@ def test_what_is_committed_was_made_from_its_source(path):
     (best,) = (c for c in made if "gallery" in c.metadata.get("tags", ()))
     picture = base64.b64decode(best.outputs[-1].data["image/png"])
     assert picture == path.with_suffix(".png").read_bytes()
+
+
+def test_the_readme_says_how_long_the_pages_take():
+    minutes = [stated(path) for path in SOURCES if path.parent == FOLDER]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"Each takes {min(minutes)} to {max(minutes)} minutes" in readme
 
 
 @each
