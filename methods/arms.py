@@ -122,8 +122,9 @@ class Copies(Arm):
 
     def __init__(self):
         super().__init__("suffix", Suffix(COPY, factor=4.0), Line(0.0))   # Pace cuts its drafts
-        # how often copied tokens are right, by the bits of the length of their match
-        self.rates = [Beta(prior=1 - 0.5**k) for k in range(1 + DEPTH.bit_length())]
+        # how often copied tokens are right, by the bits of the length of their match. The priors
+        # are near what was counted in answers of SmolLM2
+        self.rates = [Beta(prior=1 - 2**0.5 * 0.5**k) for k in range(1, 1 + DEPTH.bit_length())]
         self.found = []     # what each row would copy
 
     def look(self, state):
@@ -134,8 +135,12 @@ class Copies(Arm):
 
     def hope(self):
         """The acceptance rate of what may be copied now, on average over the rows."""
-        rates = [self.rates[m.bit_length()].mean() if m else 0.0 for m in self.drafter.matched]
+        rates = [self.rate(m).mean() if m else 0.0 for m in self.drafter.matched]
         return sum(rates) / len(rates)
+
+    def rate(self, matched):
+        """That of copies after a match of so many tokens, at least one."""
+        return self.rates[matched.bit_length() - 1]
 
     def propose(self, state):
         return self.drafter.copy(state, self.found)
@@ -146,7 +151,7 @@ class Copies(Arm):
             same = [x == y for x, y in zip(copied, row, strict=False)]
             if same:
                 right = [*same, False].index(False)
-                rate = self.rates[m.bit_length()]
+                rate = self.rate(m)
                 rate.fade(FADE)
                 rate.add(right, right < len(same))
         self.found = []

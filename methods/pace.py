@@ -10,7 +10,6 @@ tokens costs, however bad the drafts are.
 """
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
 
 from control import MOST
 from drafter import Draft, Drafter
@@ -150,11 +149,12 @@ class Pace(Wrapper):
 
     def allowed(self, arm, n):
         """What a draft of this arm may lose. It leaves enough for one token of each arm that has
-        not drafted yet, and an arm that has lost its share of the stake waits. Else the first one
-        could lose all of it, and no other would be tried."""
+        not drafted yet, and an arm that has lost more than its share of what is left waits until
+        others have won more. Else the first one could lose all of it, and no other would be
+        tried."""
         if arm not in self.arms:
             return self.balance
-        if arm.lost > STAKE / len(self.arms):
+        if arm.lost > self.balance / len(self.arms):
             return 0.0
         waiting = [other for other in self.arms if other is not arm and not self.chosen[other.name]]
         further = self.machine.verify(n, 2) - self.machine.verify(n)
@@ -182,11 +182,11 @@ class Pace(Wrapper):
         """The longest draft of an arm: any length that its rule allows, if the rule is asked. The
         stop thresholds use the mean acceptance, not the optimistic one."""
         rule = choice.arm.drafter.rule
-        speed, length = promise(choice.costs, rule.acceptance.mean())
+        alpha = rule.acceptance.mean()
+        speed, length = promise(choice.costs, alpha)
         if not rule.asks:
             return max(1, length)
-        further = [more - less for less, more in pairwise(choice.costs[1:])]
-        rule.bars = [speed * cost for cost in further] + [1.0]
+        rule.bars = [bar(choice.costs[k:], speed, alpha) for k in range(1, len(choice.costs))]
         return len(choice.costs) - 1
 
     def observe(self, state, r):
@@ -246,3 +246,22 @@ def promise(costs, alpha):
             best = tokens / cost
             length = g
     return best, length
+
+
+def bar(costs, speed, alpha):
+    """The chance of the next token from which on it pays to draft further, as far as is best. The
+    round costs costs[0] so far, and costs[1], costs[2], ... with more tokens; `speed` is how many
+    tokens a unit of cost brings. Two more may pay where one does not, because a block of four
+    tokens can cost as much as one of three.
+
+    >>> bar([1.0, 1.75, 2.0], 1.0, 1.0), bar([1.0], 1.0, 1.0)
+    (0.5, 1.0)
+    """
+    found = 1.0
+    tokens = 0.0
+    reach = 1.0
+    for cost in costs[1:]:
+        tokens += reach
+        reach *= alpha
+        found = min(found, speed * (cost - costs[0]) / tokens)
+    return found
