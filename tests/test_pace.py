@@ -183,9 +183,9 @@ class Dear(StandIn):
         self.clock = clock
         self.wide = wide
 
-    def run(self, x, at, cache=None, *rest):
+    def run(self, x, at, cache=None, *rest, **named):
         self.clock.add(1.0 if x.shape[1] == 1 else self.wide)
-        return self.model.run(x, at, cache, *rest)
+        return self.model.run(x, at, cache, *rest, **named)
 
 
 class Late(ModelDraft):
