@@ -15,9 +15,8 @@ table, whose rows and columns have the names of the tree.
     |---|---|
     | suffix | 1.07 (1.17) |
 
-A row with one bold cell names the next PART. `by 2` takes the first two cells as the name of a row,
-and the second of two columns of one name is `name, again`. The text is its own template: a figure
-keeps its decimals, its sign, its commas and its %.
+A row with one bold cell names the next PART, and `by 2` takes the first two cells as the name of a
+row. The text is its own template: a figure keeps its decimals, its sign, its commas and its %.
 """
 import argparse
 import json
@@ -98,7 +97,6 @@ def table(match):
     names = int(names or 1)
     head, rule, *rows = [line.split("|") for line in lines.splitlines()]
     columns = [name.strip() for name in head]
-    columns = [f"{name}, again" if name in columns[:i] else name for i, name in enumerate(columns)]
     for row in rows:
         cells = [part.strip() for part in row]
         if not any(cells[2:]):

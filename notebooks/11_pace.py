@@ -230,7 +230,7 @@ figure
 # Which curve will end higher?
 #
 # <details><summary>Answer</summary>
-# It drafts in most rounds, and both curves rise. Question 2 compares their ends.
+# Now it drafts, and both curves rise. Question 2 compares their ends.
 # </details>
 #
 # ## Questions
