@@ -55,19 +55,15 @@ def interleave(actions, repeats, limit=math.inf):
 
 def by_clock(model, probs=to_probs, rows=1, repeats=50, limit=math.inf):
     """The Machine of a model in seconds, at these settings of `to_probs` and with so many rows. It
-    times whole rounds with drafts of 0 to 16 tokens; all attentions, all MLPs, the head and a step
-    without sub-layers, which share what a plain round takes; and an attention in a text that is 16
-    times as long. A recorded model replays its passes and its head; only the parts are eager."""
+    times whole rounds, with drafts of 0 to 16 tokens and in a text 16 times as long; a step without
+    sub-layers; and the head. The blocks take what is left of a plain round, and attentions and MLPs
+    share it by the bytes that they read."""
     far = 16 * CONTEXT
     L = model.c.n_layers
-    eager = model.bare
     device = model.tok.device
     cache = new_cache(model, rows, far + MOST + 1)
-    text = torch.arange(CONTEXT + MOST + 1, device=device).expand(rows, -1) % model.c.vocab_size
-    eager.run(eager.embed(text[:, :CONTEXT]), Placement.span(0, CONTEXT, device), cache)
-    tokens = text[:, CONTEXT:]
+    tokens = torch.arange(cache.k.shape[3], device=device).repeat(rows, 1) % model.c.vocab_size
     here = Placement.span(CONTEXT, CONTEXT + 1, device)
-    away = Placement.span(far, far + 1, device)
     x = model.embed(tokens[:, :1])
     coins = Coins()
 
@@ -75,42 +71,41 @@ def by_clock(model, probs=to_probs, rows=1, repeats=50, limit=math.inf):
         logits = model.unembed(model.run(model.embed(tokens[:, :1]), here, cache, []))
         return coins.choose(probs(logits)), raw_probs(logits)
 
-    n = torch.full((rows,), CONTEXT + 1, device=device)
-    known = [text[0, : CONTEXT + 1].tolist() for _ in range(rows)]
-    written = torch.arange(cache.k.shape[3], device=device).repeat(rows, 1) % model.c.vocab_size
-    state = State(written, n, known, [far] * rows, cache, model, probs, coins, ())
+    def after(n):       # the state of a loop after n tokens and the last known one
+        known = [tokens[0, : n + 1].tolist() for _ in range(rows)]
+        lengths = torch.full((rows,), n + 1, device=device)
+        return State(tokens, lengths, known, [far] * rows, cache, model, probs, coins, ())
 
-    def round_of(T):        # a round, which is then taken back
+    def round_of(state, T):     # a round, which is then taken back
+        n = state.n
+        count = len(state.known[0])
         r = one_round(state, Given(T - 1), verify)
-        for row in known:
-            del row[CONTEXT + 1 :]
+        for text in state.known:
+            del text[count:]
         state.n = n
         state.left = [far] * rows
-        return r.new, r.logits
+        return r.logits
 
     # trap: a pass takes longer after other work. It follows a pass here, as in plain decoding
+    near = after(CONTEXT)
     passes = {}
     for T in WIDTHS:
-        passes[T, "before"] = partial(round_of, 1)
-        passes[T, ""] = partial(round_of, T)
+        passes[T, "before"] = partial(round_of, near, 1)
+        passes[T, ""] = partial(round_of, near, T)
+    passes["far", "before"] = partial(round_of, after(far), 1)
+    passes["far", ""] = passes["far", "before"]
     model.rehearse(lambda: [passes[T, ""]() for T in WIDTHS])
-    attentions = range(0, 2 * L, 2)
-    times = interleave({
-        "attentions": partial(eager.run, x, here, cache, attentions),
-        "far": partial(eager.run, x, away, cache, attentions),
-        "MLPs": partial(eager.run, x, here, cache, range(1, 2 * L, 2)),
-        "empty": partial(eager.run, x, here, cache, []),
-        "step": step,
-        "head": partial(model.unembed, x),
-        **passes}, repeats, limit)
+    times = interleave(
+        {"step": step, "head": partial(model.unembed, x), **passes}, repeats, limit)
     plain = times[1, ""]
-    alone = {part: max(0.0, times[part] - times["empty"]) for part in ("attentions", "far", "MLPs")}
-    scale = max(0.0, plain - times["step"]) / (alone["attentions"] + alone["MLPs"] or 1.0) / L
-    slope = scale * max(0.0, alone["far"] - alone["attentions"]) / (far - CONTEXT)
+    slope = max(0.0, times["far", ""] - plain) / (far - CONTEXT) / L
+    block = max(0.0, max(0.0, plain - times["step"]) / L - CONTEXT * slope)
+    counted = by_bytes(model)
+    share = counted.attention / (counted.attention + counted.mlp)
     return Machine.of(
         L,
-        attention=max(0.0, scale * alone["attentions"] - CONTEXT * slope),
-        mlp=scale * alone["MLPs"],
+        attention=share * block,
+        mlp=(1 - share) * block,
         head=times["head"],
         step=max(0.0, times["step"] - times["head"]),
         slope=slope,

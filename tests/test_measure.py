@@ -21,6 +21,7 @@ from sampling import to_probs
 from support import measure
 from support.measure import (
     WIDTHS,
+    by_bytes,
     by_clock,
     kept_costs,
     measure_arms,
@@ -49,28 +50,29 @@ def measured(monkeypatch, tmp_path):
 
 
 def test_what_a_machine_is_made_of(models, monkeypatch):
-    """Here a call takes half a second. All attentions take 12 s more and all MLPs 24 s, which is
-    scaled to the 42 s that a plain round takes besides its step. 960 more tokens add 9.6 s."""
+    """Here a plain round takes 45 s and its step 3, of which the head takes 2. 960 more tokens add
+    9.6 s. Blocks share the rest by their bytes."""
     called = []
 
     def fake(actions, *how):
         called.extend(action() for action in actions.values())
-        blocks = {(T, which): 99.0 if which else 43.0 + 2 * T for T in WIDTHS
-                  for which in ("before", "")}
-        return {"empty": 0.5, "attentions": 12.5, "MLPs": 24.5, "step": 3.0, "head": 2.0,
-                "far": 22.1} | blocks
+        plain = {T: 43.0 + 2 * T for T in WIDTHS} | {"far": 54.6}
+        return {"step": 3.0, "head": 2.0} | {(T, ""): seconds for T, seconds in plain.items()}
 
     monkeypatch.setattr(measure, "interleave", fake)
     with torch.no_grad():
         m = by_clock(models["llama"], repeats=3)
-    slope = 9.6 * 42 / 36 / 6 / 960
-    attention = 12 * 42 / 36 / 6 - 64 * slope
-    want = Machine.of(6, attention, 24 * 42 / 36 / 6, 2.0, 1.0, slope)
+    slope = 9.6 / 960 / 6
+    block = 42 / 6 - 64 * slope
+    counted = by_bytes(models["llama"])
+    mlp = block * counted.mlp / (counted.attention + counted.mlp)
+    want = Machine.of(6, block - mlp, mlp, 2.0, 1.0, slope)
     assert astuple(m)[:6] == pytest.approx(astuple(want)[:6])
     assert m.wide == tuple((T, (43 + 2 * T) / 45) for T in WIDTHS)
     assert m.verify(64) * m.unit == pytest.approx(45)
-    assert [x.shape for _, x in called[6::2]] == [(1, 1, 17)] * 9, "one token before each block"
-    assert [x.shape for _, x in called[7::2]] == [(1, T, 17) for T in WIDTHS]
+    assert m.verify(1024) * m.unit == pytest.approx(54.6)
+    assert [x.shape for x in called[2::2]] == [(1, 1, 17)] * 10, "one token before each round"
+    assert [x.shape for x in called[3::2]] == [(1, T, 17) for T in (*WIDTHS, 1)]
 
 
 def test_a_step_of_a_copy_is_relative_to_the_models(models, monkeypatch):

@@ -2,7 +2,7 @@
 
     python -m lab.bench real         every way to draft, over plain decoding: see lab/bench/real.py
     python -m lab.bench check        is your model computed right? what could drafting gain on it?
-    python -m lab.bench costs        what each sub-layer, the head and a block take on this machine
+    python -m lab.bench costs        what blocks, head and several tokens take on this machine
     python -m lab.bench plain        plain decoding, compared with transformers
     python -m lab.bench rows         products with few rows, compared with reading the matrices
     python -m lab.bench bits         how far a quantised target is from the model, by KL

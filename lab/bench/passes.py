@@ -164,7 +164,10 @@ def run_rows(a):
 # --- the parts of a pass
 
 
-PARTS = {"attention": "an attention", "mlp": "an MLP", "head": "the head", "step": "all else"}
+PARTS = {
+    "the blocks": lambda machine: machine.blocks * (machine.attention + machine.mlp),
+    "the head": lambda machine: machine.head,
+    "all else": lambda machine: machine.step}
 
 
 def run_costs(a):
@@ -174,10 +177,10 @@ def run_costs(a):
     clock = by_clock(model, repeats=a.repeats or 100)
     weights = by_weights(model.c)
     rows = []
-    for part in ("attention", "mlp", "head", "step"):
-        took = getattr(clock, part)
-        count = getattr(weights, part)
-        rows.append([PARTS[part], f"{1e6 * clock.unit * took:.0f}", f"{took:.4f}", f"{count:.4f}"])
+    for part, of in PARTS.items():
+        took = of(clock)
+        micros = 1e6 * clock.unit * took
+        rows.append([part, f"{micros:.0f}", f"{took:.4f}", f"{of(weights):.4f}"])
     how = "in fast passes, " * a.fast
     lines = [f"one token of a short text, {how}{a.model}, {a.dtype}; {a.machine}; medians", "",
              *table(["part", "microseconds", "share", "share by weights"], rows),
