@@ -364,7 +364,6 @@ plots.draw_lens(said, sure, depths, labels[-9:], tokenizer)
 # %%
 from support.texts import read_prompts
 
-
 story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:200]
 trace = dict.fromkeys(range(2 * c.n_layers))                    # `run` fills in these states
 at = Placement.span(0, len(story), device)

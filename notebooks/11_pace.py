@@ -139,7 +139,7 @@ figure
 #
 # The stake belongs to all ways of drafting. If the first one could lose all of it, the others would
 # never be tried. So a draft leaves enough for one token of each that has not drafted yet, and a way
-# that has lost its share of the stake waits.
+# that has lost more than its share of what is left waits until others have won more.
 #
 # Here is one round, worked through. A draft costs 0.2 passes per token, seven of ten of its tokens
 # are accepted, and a block costs what one token costs.
@@ -221,9 +221,9 @@ figure
 
 # %% [markdown]
 # A few times. Each try costs half a pass, and the blue curve drops. In between, Pace drafts
-# nothing, and the curve is flat. Once the draft has lost the stake, it has to wait, and the curve
-# stays just above the guarantee. The fixed rule loses about one pass per token. (With copies Pace
-# would write this text with fewer passes than plain decoding: a failing draft does not keep it from
+# nothing, and the curve is flat. Once the draft has lost too much, it has to wait, and the curve
+# stays above the guarantee. The fixed rule loses about one pass per token. (With copies Pace would
+# write this text with fewer passes than plain decoding: a failing draft does not keep it from
 # copying.)
 #
 # **Try it:** set `useless = list(range(L))`, the *first* half of the model. Will Pace draft now?
