@@ -187,7 +187,7 @@ def quantised(twin, c, machine):
     """The Arm of a quantised copy of the model, whose step costs c in a short text."""
     every = range(2 * twin.c.n_layers)
     each = machine.draft(every)._replace(start=c)       # a longer text costs both the same
-    return Arm("quantised copy", SelfDraft(twin, every, Calibrated(prior=0.9, tests=PRIOR)), each)
+    return Arm("quantised copy", SelfDraft(twin, every, Calibrated(prior=0.95, tests=PRIOR)), each)
 
 
 def smaller(model, c, machine):
