@@ -48,13 +48,19 @@ def mutants(name):
                 if getattr(node, "name", None) not in others]
 
     library = vars(importlib.import_module(task.module.removesuffix(".py").replace("/", ".")))
-    outer, _, last = name.rpartition(".")
     for text, why in wrong(task):
         with suppress(Exception):       # some cannot even be imported
             if why and code(text) != code(original(task)):
                 exec(splice.code(task.module, task.functions, text), space := dict(library))
-                found.append((why, vars(space[outer])[last] if outer else space[name]))
+                found.append((why, function(space, name)))
     return found
+
+
+def function(space, name):
+    """The function or method `name` of a module's names."""
+    outer, _, last = name.rpartition(".")
+    found = vars(space[outer])[last] if outer else space[name]
+    return found.fget if isinstance(found, property) else found
 
 
 @cache
@@ -65,6 +71,4 @@ def reference(name, library=True):
     text = original(task) if library or not right(task) else right(task)[0]
     module = importlib.import_module(task.module.removesuffix(".py").replace("/", "."))
     exec(splice.code(task.module, task.functions, text), space := dict(vars(module)))
-    outer, _, last = name.rpartition(".")
-    found = vars(space[outer])[last] if outer else space[name]
-    return found.fget if isinstance(found, property) else found
+    return function(space, name)

@@ -106,7 +106,7 @@ def size(row):
 
 def cases(name):
     """All bounds in pairs, and inputs at random, the small ones first. Each has its own random
-    numbers, as `draw`."""
+    numbers, as `draw`, and what there is to say about a right answer, `remarks`."""
     axes = domain(name)
     draws, = axes.pop("draws", [DRAWS])
     seed = zlib.crc32(f"{name} {os.environ.get(SEED, '')}".encode())
@@ -118,4 +118,5 @@ def cases(name):
                      for axis, v in picked.items()})
     for n, row in enumerate(sorted(rows, key=size)):
         text = ", ".join(f"{axis} {v}" for axis, v in row.items())
-        yield SimpleNamespace(**row, name=name, text=text, draw=random.Random(seed + n))
+        yield SimpleNamespace(**row, name=name, text=text, remarks=[],
+                              draw=random.Random(seed + n))

@@ -1,5 +1,5 @@
 """How much drafting gains on a machine of which a few numbers are known. These are exercises 20 and
-21, which exercises/tests/test_economics.py grades."""
+21, which exercises/tests/test_domains.py grades."""
 from control import expected_speedup
 
 

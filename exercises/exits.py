@@ -1,5 +1,5 @@
 """What trains a draft, and which exit drafts a token: exercises 22 to 24, which
-exercises/tests/test_exits.py grades."""
+exercises/tests/test_domains.py grades."""
 import torch
 import torch.nn.functional as F
 

@@ -1,5 +1,6 @@
-"""Two published results to explain: exercises 17 and 18, which exercises/tests/test_published.py
-grades. The run of exercise 18 comes from github.com/shreyansh26/Speculative-Decoding, README.md,
+"""Two published results to explain: exercises 17 and 18, which test_published.py and
+test_domains.py in exercises/tests grade. The run of exercise 18 comes from
+github.com/shreyansh26/Speculative-Decoding, README.md,
 runs/draft_model_ultrachat3000_len2_nonvllm.jsonl."""
 import torch
 

@@ -172,7 +172,7 @@ def test_one_clear_line_for_each_kind_of_accident(out):
     assert found[6]["message"].startswith("the process ended before the tests did (status 0)")
     assert found[8]["message"].startswith("line 1: it cannot be imported: ImportError")
     assert "'nothing' is not defined\nraised at     line 22: token =" in found[10]["message"]
-    assert found[10]["line"] == 22 and "test_chain.py::test_chain_" in found[10]["test"]
+    assert found[10]["line"] == 22 and "test_domain[chain]" in found[10]["test"]
     assert found[9]["message"].startswith("there is no 09_verify.py")
 
 
