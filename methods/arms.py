@@ -14,6 +14,7 @@ from methods.standin import ShortHead
 from sampling import raw_probs
 
 FADE = 0.95     # the share of the counts that remains after each round
+IDLE = 0.98     # the same after a round in which another arm drafted
 BIN_FADE = 0.98     # the same for a bin of confidence, after each token in it
 UNKNOWN = 11    # the bin of a confidence that was not asked for
 EXITS = 1 / 12, 1 / 6, 1 / 4, 1 / 3     # exits to try, as shares of the model's depth
@@ -63,10 +64,10 @@ class Calibrated(Rule):
         return [reach < self.bars[k] for reach in self.reach]
 
     def learn(self, state, r):
-        # also while others draft, so that an old bad estimate fades
+        if not self.tenths:     # another arm drafted: an old bad estimate fades, too, but slowly
+            self.acceptance.fade(IDLE)
+            return
         self.acceptance.fade(FADE)
-        if not self.tenths:
-            return      # another arm drafted
         for b, (drafted, kept) in enumerate(outcomes(r)):
             for k, tenths in enumerate(self.tenths[: min(drafted, kept + 1)]):
                 self.count(k < kept, tenths[b])

@@ -29,6 +29,7 @@ from machine.exact import Race, exactly
 from methods.arms import (
     BIN_FADE,
     FADE,
+    IDLE,
     PRIOR,
     Arm,
     Calibrated,
@@ -424,7 +425,7 @@ def test_outcomes_are_counted_by_hand():
     assert (rule.acceptance.hits, rule.acceptance.misses) == (3, 1) and rule.tenths == []
     assert [rule.bins[tenth].hits for tenth in (9, 0, 1, 3)] == [BIN_FADE + 1, 0, 1, 0]
     rule.learn(None, r)
-    assert (rule.acceptance.hits, rule.acceptance.misses) == (3 * FADE, FADE)
+    assert (rule.acceptance.hits, rule.acceptance.misses) == (3 * IDLE, IDLE)
 
 
 # --- prices, by hand
