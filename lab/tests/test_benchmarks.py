@@ -1,5 +1,5 @@
 """The results page and the lab book tell the truth. Commands parse, links lead somewhere, the
-counts are what the code counts, and docs/papers.md quotes no other figures."""
+counts are what the code counts, and docs/papers.md says what each method reached."""
 import re
 import shlex
 from pathlib import Path
@@ -36,13 +36,13 @@ def test_every_quoted_command_and_link_works(monkeypatch):
     assert set(re.findall(r"\]\(BOOK.md#([\w-]+)\)", BENCHMARKS)) <= set(titles)
 
 
-def test_the_figures_in_the_table_of_papers_stand_in_the_benchmarks():
+def test_the_table_of_papers_says_what_each_reached_here():
+    """By a figure, which tests/test_figures.py compares with its result, or by a link to where it
+    is told."""
     table = PAPERS[PAPERS.index("| paper |") :].splitlines()[2:]
     rows = [row.split("|") for row in table if row.startswith("|")]
-    known = set(re.findall(r"-?\d*\.\d\d", BENCHMARKS + BOOK))
     for _, paper, files, ours, *_ in rows:
-        figures = re.findall(r"-?\d*\.\d\d", ours)
-        assert figures and set(figures) <= known, f"{paper}: {ours}"
+        assert re.search(r"\d\.\d\d|\]\(\.\./lab/BOOK", ours), f"{paper}: {ours}"
         assert all((ROOT / name).is_file() for name in re.findall(r"`([\w/.]+)`", files)), paper
 
 
