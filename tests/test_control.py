@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import LIVELY, PROMPTS, Says, state_of
 
-from control import Confidence, best_gamma, confidence
+from control import Confidence, best_gamma, confidence, expected_speedup
 from drafter import Rule, chain, wanted
 from layerskip import early_exit, without
 from methods.costs import Line, Machine, by_weights
@@ -89,6 +89,11 @@ def test_costs_grow_with_what_attention_reads():
     assert machine.draft([1, 3]).slope == 0, "an MLP reads no text"
     assert machine.draft([0, 1, 2]).at(10) == pytest.approx((2 * 2 + 3 + 4 + 2 * 0.6 * 10) / 24)
     assert machine.draft([], reads=True).slope == pytest.approx(0.6 / 24), "an attention of its own"
+
+
+def test_the_speed_up_by_hand():
+    """Two drafted tokens cost .1 each and the block of three 1.2, which brings 1.75 tokens."""
+    assert expected_speedup(0.5, 2, 0.1, 1.2) == pytest.approx(1.75 / 1.4)
 
 
 def test_a_skip_set_of_gemma_2_9b_costs_what_others_measured():
