@@ -372,11 +372,11 @@ def test_an_unlucky_draft_is_made_again_when_others_have_won():
     """Its first draft of four tokens is wrong, which is more than its share of the stake. What the
     other wins soon pays for a second one, and it is the better of the two."""
     unlucky = Unlucky(TARGET)
-    arms = [Arm("unlucky", ModelDraft(unlucky, never_stops(0.95)), Line(0.2)),
+    arms = [Arm("unlucky", ModelDraft(unlucky, never_stops(0.95)), Line(0.3)),
             Arm("other", ModelDraft(TARGET, Calibrated(gamma=1, prior=0.9)), Line(0.7))]
     pace = Pace(TARGET, arms, EVEN)
     pace.copies.drafter.best = lambda *_: (0.0, 0, [])
-    for _ in rounds(TARGET, PROMPTS[:1], 48, pace):
+    for _ in rounds(TARGET, PROMPTS[:1], 32, pace):
         unlucky.wrong = unlucky.wrong and not pace.chosen["unlucky"]
     assert arms[0].lost < 0 and pace.chosen["unlucky"] > 1 < pace.chosen["other"]
 
