@@ -34,7 +34,7 @@ def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     p = logits.softmax(-1)
     if top_k is None and top_p in (None, 1) and min_p is None:
         return p
-    ids = survivors(logits, p, top_k, top_p, min_p)                            # (C,)
+    ids = survivors(logits, p, top_k, top_p, min_p)                             # (C,)
     order = logits.index_select(-1, ids).sort(dim=-1, descending=True, stable=True)
     ids = ids.take(order.indices[..., :top_k])                                  # (..., k)
     p = p.gather(-1, ids)                                                       # (..., k), falling

@@ -123,8 +123,8 @@ class Copies(Arm):
 
     def __init__(self):
         super().__init__("suffix", Suffix(COPY, factor=4.0), Line(0.0))   # Pace cuts its drafts
-        # how often copied tokens are right, by the bits of the length of their match. The priors
-        # are near what was counted in answers of SmolLM2
+        # how often copied tokens are right, by the bits of the length of their match: before any
+        # count .29 after one token, .65 after two or three, .82 after four to seven
         self.rates = [Beta(prior=1 - 2**0.5 * 0.5**k) for k in range(1, 1 + DEPTH.bit_length())]
         self.found = []     # what each row would copy
 

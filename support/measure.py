@@ -99,7 +99,7 @@ def by_clock(model, probs=to_probs, rows=1, repeats=50, limit=math.inf):
         {"step": step, "head": partial(model.unembed, x), **passes}, repeats, limit)
     plain = times[1, ""]
     slope = max(0.0, times["far", ""] - plain) / (far - CONTEXT) / L
-    block = max(0.0, max(0.0, plain - times["step"]) / L - CONTEXT * slope)
+    block = max(0.0, (plain - times["step"]) / L - CONTEXT * slope)
     counted = by_bytes(model)
     share = counted.attention / (counted.attention + counted.mlp)
     return Machine.of(

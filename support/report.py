@@ -19,7 +19,7 @@ def of_run(options, model, plan, texts, seen):
         outputs.append({"prompt": text, "text": written, "ids": [t.id for t in row]})
     how = plan.note
     if plan.draft == "auto":
-        how += f": {seen.timed.drafters[0].summary()}"
+        how += f": {seen.timed.drafter.summary()}"
     return {
         "prompts": seen.prompts,    # as the model reads them
         "outputs": outputs,

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from drafter import Drafter
-from methods.wrapper import Wrapper
 
 
 @dataclass
@@ -48,13 +47,15 @@ class Counts:
 # --- time
 
 
-class Stopwatch(Wrapper):
+class Stopwatch(Drafter):
     """Wraps a drafter (None for plain decoding) and measures the seconds until the target and the
     draft model have read the prompts. It starts when it is made, so make one right before each
     run."""
 
     def __init__(self, drafter=None):
-        super().__init__(drafter or Drafter())
+        self.drafter = drafter or Drafter()
+        self.rule = self.drafter.rule
+        self.taps = self.drafter.taps
         self.reading = 0.0
         self.now = time.perf_counter()
 
@@ -67,8 +68,14 @@ class Stopwatch(Wrapper):
         return self.now - before
 
     def begin(self, state, trace):
-        super().begin(state, trace)
+        self.drafter.begin(state, trace)
         self.reading = self.lap(state)
+
+    def propose(self, state):
+        return self.drafter.propose(state)
+
+    def observe(self, state, r):
+        self.drafter.observe(state, r)
 
 
 class Timed(Stopwatch):
