@@ -28,8 +28,11 @@ test-lab: $(VENV)/dev
 	$(PY) -m pytest -n auto --dist worksteal lab/tests
 
 # The loops of machine/*.cpp as other processors get them, and with each address and each shift
-# checked. A compiler that is older than a processor does not know its name.
-PROCESSORS = x86-64 haswell skylake-avx512 znver1 znver2 znver3 znver4
+# checked. A compiler that is older than a processor does not know its name, and a processor without
+# AVX-512 cannot run the loops of one that has it.
+PROCESSORS = x86-64 haswell znver1 znver2 znver3
+PROCESSORS += $(if $(shell grep -m1 -o avx512f /proc/cpuinfo),skylake-avx512)
+PROCESSORS += $(if $(shell grep -m1 -o avx512_bf16 /proc/cpuinfo),znver4)
 UBSAN = g++ -O1 -fsanitize=undefined -fno-sanitize-recover=all
 test-compilers: $(VENV)/dev
 	CXX="g++ -mno-avx512f" $(PY) -m pytest -n auto --dist worksteal tests/test_rows.py tests/test_quant.py tests/test_exact.py
