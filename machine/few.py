@@ -3,7 +3,7 @@
 A pass of a small model is hundreds of tiny operations, and starting them takes longer than
 computing them. `pass.cpp` has all of them as loops. So a block of a few tokens takes as long as
 reading the weights once, and a row of logits has the same bits in every block. Blocks of many
-tokens, such as prompts, go to PyTorch, where products of many rows are faster.
+tokens, such as prompts, go to PyTorch where its products of many rows are faster.
 """
 from ctypes import byref, c_int64
 from functools import cache
@@ -15,7 +15,7 @@ from kvcache import KVCache
 from machine import rows
 from machine.kept import note
 from machine.quant import Integers, Matrix
-from machine.rows import FLOATS, WIDTHS, BlockWeights, Model, Pass, Weight, describe
+from machine.rows import FLOATS, PACKED, BlockWeights, Model, Pass, Weight, describe
 from machine.tolerance import distance, tolerance
 from model import Placement, StandIn, visible
 
@@ -99,9 +99,10 @@ class FewRows(StandIn):
 
     def limit(self):
         """How many rows the loops compute."""
+        few = rows.few(self.tok.dtype)
         if any(isinstance(part, Integers) for part in self.model.modules()):
-            return WIDTHS[-1]       # all others would unpack a matrix
-        return rows.few(self.tok.dtype)
+            return max(few, PACKED)
+        return few
 
     @torch.inference_mode()
     def run(self, x, at, cache=None, sublayers=None, trace=None):

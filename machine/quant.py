@@ -23,7 +23,7 @@ from torch import nn
 
 from checkpoint import put
 from machine import rows
-from machine.rows import FLOATS, WIDTHS, Weight, describe
+from machine.rows import FLOATS, PACKED, Weight, describe
 from model import Placement
 
 SHARE = 32      # weights of a tile in each of its rows; in int4 they share a step and an offset
@@ -59,7 +59,7 @@ class Matrix(nn.Module):
 
     def product(self, x):
         """x (..., K) -> (..., N)"""
-        few = x.numel() <= WIDTHS[-1] * x.shape[-1] and not x.is_cuda and x.dtype in FLOATS
+        few = x.numel() <= PACKED * x.shape[-1] and not x.is_cuda and x.dtype in FLOATS
         weight = self.describe() if few and rows.library() else None
         if weight is None:
             return F.linear(x, self.full(x.dtype))

@@ -28,7 +28,10 @@ import torch
 from machine.kept import cache_file, digest, find_hashed, keep, keep_hashed, note, processor
 from model import Refused
 
-WIDTHS = 24, 32, 48, 64     # numbers of rows for which torch's product may be slower than the loop
+WIDTHS = 24, 32, 48, 64, 256    # numbers of rows for which torch's product may be slower
+ALL = 2**62     # more rows than there are
+PACKED = 64     # up to how many rows whole numbers are multiplied as they are: more of them are
+                # worth unpacking the matrix
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}    # a `Kind` in rows.cpp
 # a `Kind` of whole numbers, by their bits and by the form in which they take x
 INTEGERS = {(8, "as it is"): 3, (4, "as it is"): 4, (8, "in bfloat16"): 3, (4, "in bfloat16"): 5,
@@ -195,8 +198,9 @@ def alone(lib, x, weight, name):
 def few(dtype):
     """Up to how many rows the loop multiplies faster than torch, for a matrix of this dtype. It is
     measured once per machine and then kept, so that the next run reads its prompt by the same
-    routine. The least is more than any round has."""
-    parts = "rows", fingerprint(), torch.__version__, torch.get_num_threads(), dtype
+    routine. The least is more than any round has. It is ALL where torch has no fast product of this
+    dtype: without instructions for bfloat16 it takes four times as long for a prompt."""
+    parts = "few", fingerprint(), torch.__version__, torch.get_num_threads(), dtype
     path = cache_file("-".join(map(str, parts)).replace("torch.", "") + ".txt")
     try:
         return int(path.read_text())
@@ -208,7 +212,8 @@ def few(dtype):
 
 
 def measured(lib, dtype):
-    """The largest of WIDTHS at which the loop is faster, or the least of them."""
+    """The largest of WIDTHS at which the loop is faster, or the least of them. The largest of all
+    stands for ALL."""
     x = torch.ones(max(WIDTHS), 1024, dtype=dtype)
     w = torch.ones(2048, 1024, dtype=dtype)
     weight = describe(w)
@@ -221,7 +226,7 @@ def measured(lib, dtype):
                 way(x[:count])
                 least[name] = min(least[name], time.perf_counter() - start)
         if least["loop"] < least["torch"]:
-            return count
+            return ALL if count == max(WIDTHS) else count
     return WIDTHS[0]
 
 

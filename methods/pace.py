@@ -10,6 +10,7 @@ tokens costs, however bad the drafts are.
 """
 from collections import Counter
 from dataclasses import dataclass
+from itertools import takewhile
 
 from control import MOST
 from drafter import Draft, Drafter
@@ -131,21 +132,22 @@ class Pace(Wrapper):
             self.choice.holds = min(last.lasted, thinking / OVERHEAD)
         self.watch.stop("thinking")
 
-    def offer(self, arm, n, most, thinking=0.0):
-        """The Choice of an arm, with as many of these tokens as the balance covers if nothing is
-        accepted."""
+    def costs(self, arm, n, most):
+        """What a round with 0, 1, ... tokens of this arm costs, by the table and the clock."""
         plain = self.machine.verify(n)
         wide = self.watch.ratio("wide")
         ratio = self.watch.ratio(arm)
-        reading = ratio * arm.catch_up()
+        return [plain] + [ratio * arm.cost(n, g) + plain * max(1.0, wide * self.wide[1 + g])
+                          for g in range(1, 1 + min(arm.longest, most))]
+
+    def offer(self, arm, n, most, thinking=0.0):
+        """The Choice of an arm, with as many of these tokens as the balance covers if nothing is
+        accepted."""
+        plain, *costs = self.costs(arm, n, most)
+        reading = self.watch.ratio(arm) * arm.catch_up()
         spare = self.allowed(arm, n) + plain - thinking - reading
-        costs = [plain]
-        for g in range(1, min(arm.longest, most) + 1):
-            cost = ratio * arm.cost(n, g) + plain * max(1.0, wide * self.wide[1 + g])
-            if cost > spare:
-                break
-            costs.append(cost)
-        return Choice(arm, costs, thinking, reading)
+        covered = takewhile(lambda cost: cost <= spare, costs)
+        return Choice(arm, [plain, *covered], thinking, reading)
 
     def allowed(self, arm, n):
         """What a draft of this arm may lose. It leaves enough for one token of each arm that has
@@ -211,17 +213,14 @@ class Pace(Wrapper):
         are accepted, what each costs, and what its best draft therefore writes for what a pass
         takes, where plain decoding writes 1."""
         said = []
-        wide = self.watch.ratio("wide")
         for arm in self.arms:
             if not self.chosen[arm.name]:
                 continue
             alpha = arm.drafter.rule.acceptance.mean()
-            ratio = self.watch.ratio(arm)
-            costs = [1.0] + [ratio * arm.cost(0, g) + max(1.0, wide * self.wide[1 + g])
-                             for g in range(1, 1 + min(arm.longest, self.most))]
-            speed, _ = promise(costs, alpha)
+            speed, _ = promise(self.costs(arm, 0, self.most), alpha)
             said.append(f"{arm.name} {self.chosen[arm.name]} ({alpha:.0%} accepted, "
-                        f"cost {ratio * arm.each.start:.2f}, promise {speed:.2f})")
+                        f"cost {self.watch.ratio(arm) * arm.each.start:.2f}, "
+                        f"promise {speed:.2f})")
         for arm in (self.copies, self.nothing):
             if self.chosen[arm.name]:
                 said.append(f"{arm.name} {self.chosen[arm.name]}")

@@ -238,9 +238,24 @@ def test_what_it_does_not_know_runs_eagerly():
     assert not FewRows(wide).replays()
     assert generate(FewRows(wide), PROMPTS, 8) == generate(wide, PROMPTS, 8)
     model = make(LLAMA).float()
-    x, at = torch.randn(1, rows.WIDTHS[-1] + 1, model.c.dim), Placement.span(0, rows.WIDTHS[-1] + 1)
+    fast = FewRows(model)
+    fast.few = 24
+    x, at = torch.randn(1, 25, model.c.dim), Placement.span(0, 25)
     for cache in None, KVCache(model.c, 1, 80, torch.float32):
-        assert torch.equal(FewRows(model).run(x, at, cache), model.run(x, at, cache))
+        assert torch.equal(fast.run(x, at, cache), model.run(x, at, cache))
+
+
+def test_a_prompt_in_the_loop(monkeypatch):
+    """Where torch has no fast product, all rows are the loop's, so a prompt may be cut anywhere."""
+    monkeypatch.setattr(rows, "few", lambda dtype: rows.ALL)
+    fast = FewRows(make(GEMMA).bfloat16())
+    tokens = torch.arange(2 * 90).view(2, 90) % GEMMA.vocab_size
+    found = []
+    for fast.chunk in 80, 7:
+        cache = KVCache(fast.c, 2, 90, fast.attention_dtype())
+        found.append((prefill(fast, tokens, cache), cache.k, cache.v))
+    for whole, cut in zip(*found, strict=True):
+        assert torch.equal(whole, cut)
 
 
 def test_a_pass_that_is_nan_is_not_used(capsys):
