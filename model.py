@@ -392,6 +392,10 @@ class Transformer(nn.Module):
         """The Transformer itself, also of a stand-in."""
         return self
 
+    def linear(self, x, w):
+        """x w^T, by a matrix of a trained head. x (..., K), w (N, K) -> (..., N)"""
+        return F.linear(x, w)
+
     def cache(self, make, batch, slots):
         """make(), a new cache of this size; see `kvcache.new_cache`."""
         return make()

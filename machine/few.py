@@ -155,6 +155,14 @@ class FewRows(StandIn):
         cap = self.c.final_softcap or 0.0
         return rows.call(self.lib, x, weight, x.dtype, self.final, self.c.norm_eps, cap)
 
+    @torch.inference_mode()
+    def linear(self, x, w):
+        """`Transformer.linear`."""
+        weight = describe(w)
+        if self.struct is None or weight is None or x.numel() > self.few * x.shape[-1]:
+            return self.model.linear(x, w)
+        return rows.call(self.lib, x, weight, x.dtype)
+
     def alongside(self, model):
         return FewRows(model)
 

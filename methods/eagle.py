@@ -45,8 +45,8 @@ class Eagle(Head):
         x = self.own.embed(tokens)
         if before.shape[-1] > x.shape[-1]:
             states = before.unflatten(-1, (len(self.taps), -1))
-            before = F.linear(unit(states).flatten(-2), self.weights.mix)
-        return x + F.linear(unit(before), self.weights.matrix)
+            before = self.own.linear(unit(states).flatten(-2), self.weights.mix)
+        return x + self.own.linear(unit(before), self.weights.matrix)
 
     def predict(self, tokens, trace, cache):
         T = tokens.shape[1]

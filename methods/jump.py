@@ -72,12 +72,13 @@ class Jump(Head):
     def land(self, tokens, before):
         """What enters the copies, by tokens and the states before them. (B, T, dim)"""
         x = self.own.embed(tokens)
-        return x + F.linear(torch.cat([unit(before), unit(x)], -1), self.weights.matrix)
+        both = torch.cat([unit(before), unit(x)], -1)
+        return x + self.own.linear(both, self.weights.matrix)
 
     def read_out(self, x):
         """Raw logits (B, T, V) by what leaves the copies (B, T, dim)."""
         x = unit(x)
-        return self.own.unembed(x + F.linear(x, self.weights.readout))
+        return self.own.unembed(x + self.own.linear(x, self.weights.readout))
 
     def predict(self, tokens, trace, cache):
         T = tokens.shape[1]

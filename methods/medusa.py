@@ -42,9 +42,9 @@ class Medusa(Head):
         for the token k + 1 places after the next one. `before` (B, T) is the token before that."""
         w = self.weights
         x = unit(x)
-        logits = self.model.unembed(x + F.silu(F.linear(x, w.inner[k])))
+        logits = self.model.unembed(x + F.silu(self.model.linear(x, w.inner[k])))
         if self.shape["markov"]:
-            logits = logits + F.linear(F.embedding(before, w.before), w.bias)
+            logits = logits + self.model.linear(F.embedding(before, w.before), w.bias)
         return logits
 
     def predict(self, tokens, trace, cache):

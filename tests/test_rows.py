@@ -258,6 +258,16 @@ def test_a_prompt_in_the_loop(monkeypatch):
         assert torch.equal(whole, cut)
 
 
+def test_a_matrix_of_a_trained_head():
+    fast = FewRows(make(LLAMA).bfloat16())
+    x = torch.randn(1, 9, 40).bfloat16()
+    w = torch.randn(70, 40).bfloat16()
+    y = fast.linear(x, w)
+    torch.testing.assert_close(y, torch.nn.functional.linear(x, w))
+    for i in range(9):
+        assert torch.equal(fast.linear(x[:, i : i + 1], w), y[:, i : i + 1])
+
+
 def test_a_pass_that_is_nan_is_not_used(capsys):
     model = make(LLAMA).float()
     model.blocks[2].mlp.down[0, 0] = torch.nan
