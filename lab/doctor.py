@@ -30,6 +30,7 @@ from lab import logs
 from methods.costs import between
 from model import Refused
 from support import cli
+from support.flags import within
 from support.texts import read_input
 
 LONGEST = 16    # the longest draft that the break-even point is looked for with
@@ -38,25 +39,8 @@ LONGEST = 16    # the longest draft that the break-even point is looked for with
 # --- reading
 
 
-def not_negative(text):
-    value = float(text)
-    if not 0 <= value < math.inf:   # false for nan, too
-        raise ValueError
-    return value
-
-
-def positive(text):
-    value = not_negative(text)
-    if value == 0:
-        raise ValueError
-    return value
-
-
-def whole(text):
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
+positive = within(1e-9, 1e30)
+whole = within(1, 10**6)
 
 
 def pair(text):
@@ -354,7 +338,7 @@ def run(argv):
                    allow_abbrev=False)
     p.add_argument("line", nargs="?", metavar="LINE",
                    help="what it logged (default: standard input)")
-    p.add_argument("--cost", type=not_negative, default=0.0, metavar="C",
+    p.add_argument("--cost", type=within(0.0, 1e30), default=0.0, metavar="C",
                    help="of a drafted token, in target passes over one token (default 0)")
     p.add_argument("--passes", type=pair, nargs="+", default=[(1, 1.0)], metavar="WIDTH:COST",
                    help="of the target's passes, in any unit (default: all cost the same)")

@@ -5,13 +5,10 @@
 Training skips sub-layers with the same call that drafting uses, `run` over a part of them, so a
 draft computes exactly what was trained.
 """
-import argparse
 import math
 import shlex
-import signal
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +22,8 @@ from lab import card, corpus
 from lab.save import beside, save
 from model import Config, Placement, Refused, Transformer
 from support import cli
-from support.files import note, replacing
+from support.files import replacing
+from support.flags import within as number
 from support.texts import BOUNDARY
 
 STATE = "checkpoint.pt"
@@ -60,17 +58,6 @@ def add_numbers(group, rows):
     for name, default, low, high, text in rows:
         group.add_argument(f"--{name}", type=number(low, high), default=default, metavar="N",
                            help=text)
-
-
-def number(low, high):
-    def read(text):
-        value = type(low)(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must lie within {low} and {high}, got {text}")
-        return value
-
-    read.__name__ = type(low).__name__      # which argparse names if `text` is no number
-    return read
 
 
 def command_line(module, argv):
@@ -344,35 +331,15 @@ def open_run(a, fresh=fresh_run):
     return run
 
 
-@contextmanager
-def patient():
-    """Within it the first Ctrl-C, or SIGTERM, is only noted in the list that is yielded, so that a
-    step comes to its end. The second one ends the program at once."""
-    noted = []
-
-    def note_it(number, frame):
-        if noted:
-            raise KeyboardInterrupt
-        noted.append(number)
-
-    before = {number: signal.signal(number, note_it) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield noted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def train(run):
     """Take the steps that are left, save a checkpoint every two minutes, and write what was
-    trained. A run that was killed goes on from its last checkpoint, and ends as any other. After
-    Ctrl-C the checkpoint holds all steps that were taken."""
+    trained. A run that was killed goes on from its last checkpoint, and ends as any other."""
     started = time.monotonic() - run.seconds
     saved = run.seconds
     often = 1 if sys.stderr.isatty() else 60     # a file needs fewer lines
-    with patient() as noted, tqdm(total=run.steps * run.block, initial=run.step * run.block,
-                                  unit="tok", unit_scale=True, mininterval=often) as bar:
-        while run.step < run.steps and not noted:
+    with tqdm(total=run.steps * run.block, initial=run.step * run.block, unit="tok",
+              unit_scale=True, mininterval=often) as bar:
+        while run.step < run.steps:
             run.train_step()
             run.seconds = time.monotonic() - started
             if not math.isfinite(run.loss):
@@ -384,9 +351,6 @@ def train(run):
                 saved = run.seconds
                 run.save()
     run.save()
-    if noted:
-        note("stopped", f"after step {run.step} of {run.steps}; the same flags and --resume go on")
-        raise KeyboardInterrupt
     run.finish()
 
 

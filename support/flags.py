@@ -96,14 +96,16 @@ def processes():
 
 
 def within(least, most):
-    """An argparse type: a whole number from `least` to `most`."""
+    """An argparse type: a number from `least` to `most`, whole if `least` is."""
+    kind = type(least)
+
     def convert(text):
-        number = int(text)
+        number = kind(text)
         if not least <= number <= most:
             raise argparse.ArgumentTypeError(f"must be from {least} to {most}, got {number}")
         return number
 
-    convert.__name__ = "whole number"
+    convert.__name__ = {int: "whole number", float: "number"}[kind]
     return convert
 
 

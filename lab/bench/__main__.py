@@ -31,6 +31,7 @@ from machine.kept import hardware
 from model import Refused
 from support import cli
 from support.files import check_writable, write_file
+from support.flags import within
 
 MODEL = "model dtype device"
 COMMANDS = {    # (Namespace) -> (Markdown, data); the flags that it reads; their defaults
@@ -46,26 +47,15 @@ COMMANDS = {    # (Namespace) -> (Markdown, data); the flags that it reads; thei
     "counts": (counts.run, "", {}),
     "search": (search.run, "model device", {}),
     "beyond": (beyond.run, "model device new quick", {})}
-
-
-def at_least(least):
-    def read(text):
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
-        return int(text)
-
-    read.__name__ = "int"       # which argparse names if `text` is no number
-    return read
-
-
+COUNT = within(1, 10**6)
 FLAGS = {
     "model": dict(metavar="DIR", default=DEFAULT, help="a Hugging Face folder"),
     "dtype": dict(choices=["float32", "bfloat16", "float16", "float64"], default="bfloat16"),
     "device": dict(choices=["cpu", "cuda"], default="cpu"),
-    "new": dict(type=at_least(8), default=128, metavar="N",
+    "new": dict(type=within(8, 10**6), default=128, metavar="N",
                 help="tokens to write (default: %(default)s)"),
-    "repeats": dict(type=at_least(1), metavar="N", help="how often each is run"),
-    "quick": dict(nargs="?", type=at_least(1), const=1, metavar="N",
+    "repeats": dict(type=COUNT, metavar="N", help="how often each is run"),
+    "quick": dict(nargs="?", type=COUNT, const=1, metavar="N",
                   help="one prompt of each kind, or N"),
     "fast": dict(action="store_true", help="in fast passes, as generate.py --fast has them"),
     "prompts": dict(nargs="+", metavar="KIND",
@@ -82,7 +72,7 @@ FLAGS = {
                    "as wide as a step of int4: weights that came in 4 bits lie on a grid, which "
                    "flatters int4, and with the noise its gain is a lower bound"),
     "text": dict(metavar="FILE", required=True, help="a text to read"),
-    "pieces": dict(type=at_least(1), default=16, metavar="N",
+    "pieces": dict(type=COUNT, default=16, metavar="N",
                    help="pieces of the text (default: %(default)s)"),
     "quant": dict(choices=["int8", "int4"], help="quantise the target, as generate.py --quant"),
     "gguf": dict(metavar="FILE", help="for llama.cpp: --model in a GGUF file (default: SmolLM2)"),

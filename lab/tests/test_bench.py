@@ -18,7 +18,7 @@ call = command(bench.main)
 
 
 def test_flags_that_a_command_does_not_read_are_refused(call, monkeypatch, tmp_path):
-    call.refuses(["costs", "--repeats", "0"], tmp_path, "--repeats: must be at least 1, got 0")
+    call.refuses(["costs", "--repeats", "0"], tmp_path, "--repeats: must be from 1 to", "got 0")
     call.refuses(["counts", "--repeats", "1"], tmp_path, "unrecognized arguments: --repeats")
     call.refuses(["real", "--model", "someone/a-model"], tmp_path, "hf download someone/a-model")
     call.refuses(["real", "--prompts", "mahts"], tmp_path,

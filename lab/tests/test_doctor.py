@@ -157,11 +157,11 @@ def test_what_is_no_line_is_refused(call, tmp_path):
     for passes in (["2:1.5"], ["1:1", "1:2"]):
         call.refuses([LLAMA_CPP, "--passes", *passes], tmp_path, "--passes needs", "one token")
     for wrong in ("two", "1:nan", "1:inf", "1:0", "1:-1", "0:1"):
-        call.refuses([LLAMA_CPP, "--passes", wrong], tmp_path, "--passes", wrong)
+        call.refuses([LLAMA_CPP, "--passes", wrong], tmp_path, "--passes")
     for wrong in ("nan", "inf", "-0.1"):
         call.refuses([LLAMA_CPP, f"--cost={wrong}"], tmp_path, "--cost", wrong)
     call.refuses(["--plain", "7", "--runs", "2:2.1:4"], tmp_path, "at least two runs")
     call.refuses(["--plain", "7", "--runs", "2:0.1:4", "3:2:5"], tmp_path, "at least 1")
-    call.refuses(["--plain", "7", "--runs", "2:2:nan", "3:2:5"], tmp_path, "2:2:nan")
+    call.refuses(["--plain", "7", "--runs", "2:2:nan", "3:2:5"], tmp_path, "--runs")
     call.refuses(["--plain", "7", "--runs", "2:1:1", "3:4:9"], tmp_path, "less than nothing")
     call.refuses(["--runs", "2:2.1:4"], tmp_path, "belong together")
