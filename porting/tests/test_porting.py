@@ -213,8 +213,8 @@ def test_exact_says_whether_rounding_depends_on_the_block(call):
 
 
 def test_what_the_runner_says_about_a_wrong_answer():
-    """No cause that a passing case refutes, no word of form about a wrong number, the margin of a
-    flipped token, and the name of a key that is misspelt."""
+    """No cause that a passing case refutes, no word of form about a wrong number, and the margin of
+    a flipped token."""
     def said(answer, number, passing=None):
         verdicts = check.judge({number: CORE[number]}, {number: answer})
         return str(check.first_difference(CORE, verdicts | (passing or {}), {number: answer}))
@@ -230,8 +230,6 @@ def test_what_the_runner_says_about_a_wrong_answer():
     assert "their form is not" in said(flat, 903)
     right["rounds"][-1]["new"][0][-1] += 1
     assert "form" not in said(right, 903) and "Rounding is not the cause" in said(right, 903)
-    short = {"freq": CORE[301][1]["answer"]["freqs"]}
-    assert "there is no key 'freqs', but a key 'freq'" in said(short, 301)
 
 
 def test_a_port_that_does_not_use_the_weights_it_is_given_is_refused(call, tmp_path):
