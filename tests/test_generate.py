@@ -178,11 +178,7 @@ def test_compare_judges_the_printed_text(call, once, monkeypatch, near):
     d = r["first_divergence"]
     assert (d["output"], d["position"], d["near_tie"]) == (0, 5, near)
     assert r["outputs"][0]["ids"][5] == r["baseline"]["ids"][0][5] + 1
-    one = compare.verdict(r)
-    both = compare.verdict(r | {"outputs": 2 * r["outputs"]})
-    assert ("near-tie was decided" in one) == near == ("NOT identical" not in one)
-    assert "5 equal tokens of output 0" in both and "of output" not in one
-    assert "sampled texts may differ" in compare.verdict(r | {"identical": None})
+    assert ("NOT identical" in compare.verdict(r)) != near
     runs.clear()
     status, out, _ = call("Once upon a time", *SHORT, "--compare", "--exact")
     assert status == 1 and "NOT identical to plain decoding, which --exact promises" in out

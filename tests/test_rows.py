@@ -306,21 +306,20 @@ def test_without_a_compiler_one_line_says_so(folder, monkeypatch, capsys, comman
     assert len(said) == 1 and why in said[0]
 
 
-def test_two_processes_may_compile_at_once(folder):
-    command = [sys.executable, "-c", "from machine import rows; flags = rows.flags; "
-               "rows.flags = lambda: [*flags(), '-O0']; print(rows.library() is not None)"]
-    runs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-            for _ in range(2)]
-    assert [run.communicate()[0] for run in runs] == ["True\n"] * 2
-    assert [path.suffix for path in (folder / "self-speculative-decoding").iterdir()] == [".so"]
+QUICK = [sys.executable, "-c", "from machine import rows; flags = rows.flags; "
+         "rows.flags = lambda: [*flags(), '-O0']; print(rows.library() is not None)"]
 
 
 def quick():
     """`rows.library` in a new process, which compiles without optimising. What it writes."""
-    code = ("from machine import rows; flags = rows.flags; "
-            "rows.flags = lambda: [*flags(), '-O0']; print(rows.library() is not None)")
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(QUICK, cwd=ROOT, capture_output=True, text=True)
     return run.stdout + run.stderr
+
+
+def test_two_processes_may_compile_at_once(folder):
+    runs = [subprocess.Popen(QUICK, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [run.communicate()[0] for run in runs] == ["True\n"] * 2
+    assert [path.suffix for path in (folder / "self-speculative-decoding").iterdir()] == [".so"]
 
 
 def test_a_damaged_or_foreign_kept_file_is_compiled_anew(folder):

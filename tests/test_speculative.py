@@ -10,7 +10,7 @@ import promises
 import pytest
 import torch
 from expected import byte_tokenizer
-from promises import Turns, reader
+from promises import Turns, compared, reader
 from tiny import (
     LIVELY,
     PROMPTS,
@@ -27,11 +27,13 @@ from tiny import (
 
 from control import Confidence
 from drafter import ModelDraft
+from kvcache import KVCache
 from lab.then import Then
 from layerskip import SelfDraft, without
+from machine.quant import quantise
 from methods.lookup import NGram
 from methods.standin import Padded, ShortHead
-from model import StandIn
+from model import Placement, StandIn
 from sampling import to_probs
 from speculative import generate, rounds
 
@@ -107,7 +109,24 @@ def test_what_is_shared_is_handed_over_and_not_run_again(models, monkeypatch, su
     assert list(m.run.call_args.args[3]) == list(range(shared, 12)), "the others, and only those"
 
 
-test_drafts_are_right = promises.right_drafts({     # of SelfDraft: test_layerskip.py
+def skipping(m, draft, sublayers, rule, far):
+    """A SelfDraft by `draft`, which is m or a copy, compared with what its sub-layers say behind
+    the target's own keys."""
+    def by_hand(text, tokens):
+        ids, n = torch.tensor([text + tokens]), len(text)
+        cache = KVCache(m.c, 1, ids.shape[1], torch.float64)
+        m.run(m.embed(ids[:, :n]), Placement.span(0, n), cache)     # the last one is read again
+        xs = [draft.run(draft.embed(ids[:, i : i + 1]), Placement.span(i, i + 1), cache, sublayers)
+              for i in range(n - 1, ids.shape[1] - 1)]
+        return draft.unembed(torch.cat(xs, 1))[0].softmax(-1)
+    return compared(SelfDraft(draft, sublayers, rule), by_hand, far)
+
+
+test_drafts_are_right = promises.right_drafts({
+    "exit": lambda m, far: skipping(m, m, range(8), dice(ends=False), far),
+    "skip": lambda m, far: skipping(m, m, without(6, attn=[1, 4], mlp=[2]), 3, far),
+    "copy in int4": lambda m, far: skipping(
+        m, quantise(m, "int4", head="int4"), range(12), dice(ends=False), far),
     "model": lambda m, far: reader(small(m), dice(ends=False), far),
     # whatever is accepted in between, it has not read it
     "model in turns": lambda m, far: Turns(
