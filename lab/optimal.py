@@ -9,15 +9,18 @@ from itertools import product
 
 import torch
 
+from lab.bench.shared import figures, page
 from methods.block import verify_block
 from methods.trees import verify_tree
 from model import Refused
 from notebooks.outcomes import every_path, probability, total
 from support import cli
+from support.flags import within
 
 V = 3
 TREES = {"chain of 2": [0, 1], "chain of 3": [0, 1, 2], "2 siblings": [0, 0],
          "2 siblings, 1 child": [0, 0, 1], "2 siblings, a child each": [0, 0, 1, 2]}
+RULES = "token by token", "block", "optimum", "agreement"
 
 
 # --- what a rule accepts
@@ -156,7 +159,8 @@ def gain(p, q):
 
 def main(argv=None):
     parser = cli.Parser(description="What each rule of verification accepts, and the optimum.")
-    parser.add_argument("--pairs", type=int, default=40, help="random pairs of p and q")
+    parser.add_argument("--pairs", type=within(1, 10**6), default=40,
+                        help="random pairs of p and q")
     parser.add_argument("--p", type=float, nargs="+", default=[],
                         help="the gain of block verification for this p, and")
     parser.add_argument("--q", type=float, nargs="+", default=[],
@@ -170,16 +174,12 @@ def main(argv=None):
         one, two = gain(a.p, a.q)
         print(f"token by token {one:.4f}, by blocks {two:.4f}: {two - one:.4f} more accepted")
         return
-    if a.pairs < 1:
-        raise Refused(f"--pairs must be at least 1, got {a.pairs}")
-    names = ["token by token", "block", "optimum", "agreement"]
-    print(f"| accepted tokens, mean of {a.pairs} pairs | {' | '.join(names)} |", "|---" * 5 + "|",
-          sep="\n")
+    found = {}
     for tree, parents in TREES.items():
         rows = [rules(parents, *pair(seed)) for seed in range(a.pairs)]
-        cells = [f"{statistics.fmean(row[rule] for row in rows):.3f}" if rule in rows[0] else ""
-                 for rule in names]
-        print(f"| {tree} | {' | '.join(cells)} |")
+        found[tree] = {rule: statistics.fmean(row[rule] for row in rows) for rule in rows[0]}
+    columns = {rule: f"{{{rule}:.3f}}" for rule in RULES}
+    print(page(figures(found.items(), columns, f"accepted tokens, mean of {a.pairs} pairs")))
 
 
 if __name__ == "__main__":

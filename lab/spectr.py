@@ -8,6 +8,7 @@ from itertools import product
 
 import torch
 
+from lab.bench.shared import page, table
 from support import cli
 
 PAIRS = {"alike": ([0.5, 0.3, 0.2], [0.4, 0.4, 0.2]),
@@ -75,13 +76,13 @@ def typical(p, q, k, epsilon=0.09, delta=0.3):
 
 
 def main(argv=None):
-    print("| p and q | k | in turn | k-SEQ | optimum | typical: distance to p |", "|---" * 6 + "|",
-          sep="\n")
+    rows = []
     for (name, pair), k in product(PAIRS.items(), (1, 2, 3)):
         p, q = torch.tensor(pair, dtype=torch.float64)
         off = float((typical(p, q, k) - p).abs().sum() / 2)
-        print(f"| {name} | {k} | {' | '.join(f'{chance:.3f}' for chance in chances(p, q, k))} | "
-              f"{off:.3f} |")
+        rows.append([name, str(k), *(f"{x:.3f}" for x in (*chances(p, q, k), off))])
+    head = ["p and q", "k", "in turn", "k-SEQ", "optimum", "typical: distance to p"]
+    print(page(table(head, rows)))
 
 
 if __name__ == "__main__":

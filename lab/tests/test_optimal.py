@@ -144,17 +144,7 @@ def test_the_optimum_is_the_largest_flow_from_sets_of_drafts_to_tokens(p, q, k):
     assert chances(p, q, k)[2] == pytest.approx(flow, abs=1e-9)
 
 
-def test_typical_acceptance_by_hand():
-    """Of p = (.9, .06, .04) H is .39, so the bar is .09. One token passes, and it replaces the
-    others, too. Where all three pass, one draft writes q; of two, the likeliest token is among them
-    .64 of the time."""
-    assert typical(*map(wide, PAIRS["p is surer"]), 1).tolist() == pytest.approx([1, 0, 0])
-    for k, law_of_k in ((1, [0.4, 0.4, 0.2]), (2, [0.64, 0.32, 0.04])):
-        assert typical(*map(wide, PAIRS["alike"]), k).tolist() == pytest.approx(law_of_k)
-
-
-@pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("p, q", LAWS, ids=str)
+@each
 def test_typical_acceptance_by_all_outcomes(p, q, k):
     bar = min(0.09, 0.3 * float(torch.exp(-torch.special.entr(p).sum())))
 

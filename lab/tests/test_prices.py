@@ -1,6 +1,5 @@
 """Drafts read what their prices say, and priced by what passes really read, Pace loses no more than
 it promises."""
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -20,12 +19,10 @@ from methods.standin import ShortHead
 from speculative import generate, rounds
 
 
-@contextmanager
-def metered(models, others=()):
+def metered(monkeypatch, models, others=()):
     """A list that gets the weights that each call reads, as `by_weights` counts them. others:
     (thing, the name of its method, what a call reads)"""
     read = []
-    patched = []
 
     def watch(thing, name, weights):
         act = getattr(thing, name)
@@ -34,8 +31,7 @@ def metered(models, others=()):
             read.append(weights(*args, **kwargs))
             return act(*args, **kwargs)
 
-        setattr(thing, name, acted)
-        patched.append((thing, name))
+        monkeypatch.setattr(thing, name, acted)
 
     for model in models:
         m = by_weights(model.c)
@@ -47,9 +43,7 @@ def metered(models, others=()):
             head if only is None else head * len(only) / V))
     for thing, name, weights in others:
         watch(thing, name, lambda *_, weights=weights: weights)
-    yield read
-    for thing, name in patched:
-        delattr(thing, name)
+    return read
 
 
 READ = {    # a drafter, and what a token of it reads: w, of the model, and s, of a small one
@@ -62,23 +56,23 @@ READ = {    # a drafter, and what a token of it reads: w, of the model, and s, o
 
 
 @pytest.mark.parametrize("name, family", [*zip(READ, 2 * ["llama", "gemma2"], strict=True)])
-def test_a_round_costs_its_drafts_and_one_pass(models, name, family):
+def test_a_round_costs_its_drafts_and_one_pass(models, name, family, monkeypatch):
     """What draft and verification share is read once for each token, the last draft included."""
     (drafter, cost), m, small = READ[name], models[family], make(GEMMA, 1)
     machine = by_weights(m.c)
     each = cost(machine, by_weights(small.c))
-    with metered([m, small]) as read:
-        steps = rounds(m, PROMPTS[:1], 20, drafter(m, small))
-        next(steps)
-        read.clear()        # what the prompt and the first round took
-        lengths = [r.draft.tokens.shape[1] for _, r in steps]
+    read = metered(monkeypatch, [m, small])
+    steps = rounds(m, PROMPTS[:1], 20, drafter(m, small))
+    next(steps)
+    read.clear()        # what the prompt and the first round took
+    lengths = [r.draft.tokens.shape[1] for _, r in steps]
     assert sum(read) / machine.unit == pytest.approx(sum(k * each + 1 for k in lengths), abs=1e-9)
     assert max(lengths) == 3
 
 
 @each_family
 @pytest.mark.parametrize("rows", [1, 3])
-def test_by_weights_it_is_never_slower_than_it_promises(family, rows):
+def test_by_weights_it_is_never_slower_than_it_promises(family, rows, monkeypatch):
     """A draft of each kind alone, and all at once, of which little is accepted."""
     m = make(replace(LIVELY[family], max_len=128), 4)
     heads = [wild(head) for head in (
@@ -89,13 +83,12 @@ def test_by_weights_it_is_never_slower_than_it_promises(family, rows):
     own = [(m2r2, "rise", m2r2.count()), (medusa, "after", one), (transfer, "spread", 2 * other)]
     machine = replace(by_weights(m.c), slope=0.0)   # the meter does not count slots
     ways = candidates(m, machine, SKIP, None, heads) + candidates(m, machine, None, IDS)
-    with metered([m, *(head.own for head in heads if head.own)], own) as read:
-        for some in (*([way] for way in ways), ways):
-            drafter = Pace(m, some, machine)
-            drafter.balance += 4    # it may lose more, so that it tries more
-            lookup = drafter.copies.drafter
-            begin = lookup.begin    # the prompt's own reading apart
-            lookup.begin = lambda state, trace, begin=begin: (begin(state, trace),
-                                                                      read.clear())
-            generate(m, PROMPTS[:rows], 40, drafter)
-            assert sum(read) / machine.unit <= 40 * 1.01 + STAKE + 4
+    read = metered(monkeypatch, [m, *(head.own for head in heads if head.own)], own)
+    for some in (*([way] for way in ways), ways):
+        drafter = Pace(m, some, machine)
+        drafter.balance += 4    # it may lose more, so that it tries more
+        lookup = drafter.copies.drafter
+        begin = lookup.begin    # the prompt's own reading apart
+        lookup.begin = lambda state, trace, begin=begin: (begin(state, trace), read.clear())
+        generate(m, PROMPTS[:rows], 40, drafter)
+        assert sum(read) / machine.unit <= 40 * 1.01 + STAKE + 4
