@@ -20,7 +20,7 @@ from support.measure import by_clock, interleave
 
 TEXT = ("Once upon a time there was a little girl who lived in a house near the big forest with "
         "her mother. ")
-ROWS = 1, 2, 3, 4, 5, 8, 16, 17, 32     # of a product
+ROWS = 1, 2, 3, 4, 5, 8, 16, 17, 32, 256    # of a product
 
 
 # --- plain decoding
