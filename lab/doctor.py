@@ -21,6 +21,7 @@ to a pass over one token. In --passes the costs may have any unit. With --plain,
 the durations in a log of llama.cpp.
 """
 import math
+import statistics
 import sys
 from functools import partial
 from itertools import pairwise
@@ -79,12 +80,10 @@ def fitted(runs, plain):
         raise Refused("--runs needs mean acceptance lengths of at least 1, because a length "
                       "counts the token after the accepted ones")
     rounds = [tau * ms / plain for _, tau, ms in runs]
-    middle = sum(lengths) / len(runs)
-    mean = sum(rounds) / len(runs)
-    spread = sum((K - middle) ** 2 for K in lengths)
-    c = sum((K - middle) * cost for K, cost in zip(lengths, rounds, strict=True)) / spread
-    c = max(c, 0.0)     # a fitted line may fall by chance
-    v = mean - c * middle
+    c, v = statistics.linear_regression(lengths, rounds)
+    if c < 0:       # a fitted line may fall by chance
+        c = 0.0
+        v = statistics.fmean(rounds)
     if v <= 0:
         raise Refused("these --runs make a pass over the draft cost less than nothing: is "
                       "--plain in the same unit?")
@@ -284,9 +283,6 @@ def report(log, cost, pass_cost):
     else:
         lines.append(f"As logged: {tau:.3f} tokens per round, which costs {price:.2f} passes: "
                      f"{tau / price:.2f} times plain decoding.")
-    if log.mean is not None and log.rates and abs(log.mean - 1 - sum(log.rates)) > 0.02:
-        lines.append(f"It prints a mean length of {log.mean:.2f}, but its rates add up to "
-                     f"{1 + sum(log.rates):.2f}: the table takes the rates.")
     if log.rates and log.equally_long():
         lines += advice(log, cost, pass_cost)
     else:
