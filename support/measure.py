@@ -205,7 +205,7 @@ def read_machine(path, c):
     raw = read_json(Path(path))
     with guarded(f"{path}: not a table of costs for this model, as lab.bench costs --out writes "
                  "it"):
-        for key in ("arms", "command", "commit", "date", "flags", "machine", "torch"):
+        for key in ("arms", "around", "command", "commit", "date", "flags", "machine", "torch"):
             raw.pop(key, None)      # of others
         unit = raw.pop("unit", 1.0)
         wide = tuple(map(tuple, raw.pop("wide", ((1, 1.0),))))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import checkpoint
 from kvcache import new_cache
+from lab.bench.around import around
 from lab.bench.shared import figures, load, page, table
 from machine.exact import fast
 from machine.quant import KINDS, size
@@ -187,7 +188,11 @@ def run_costs(a):
                     [["relative to one token", *(f"{cost:.2f}" for _, cost in clock.wide)]]),
              f"Every 1,000 tokens more before it add {1e9 * clock.unit * clock.slope:.0f} "
              "microseconds to an attention.", ""]
-    return page(lines), asdict(clock)
+    spent = around(model, a.repeats or 30)
+    lines += table(["around the pass of a plain token", *spent],
+                   [["ms (share of the token)", *(f"{1e3 * s:.2f} ({part:.1%})"
+                                                 for s, part in spent.values())]])
+    return page(lines), {**asdict(clock), "around": spent}
 
 
 def step(model, T, at, sublayers=None):
