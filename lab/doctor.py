@@ -283,6 +283,9 @@ def report(log, cost, pass_cost):
     else:
         lines.append(f"As logged: {tau:.3f} tokens per round, which costs {price:.2f} passes: "
                      f"{tau / price:.2f} times plain decoding.")
+    if log.mean is not None and log.rates and abs(log.mean - 1 - sum(log.rates)) > 0.02:
+        lines.append(f"It prints a mean length of {log.mean:.2f}, but its rates add up to "
+                     f"{1 + sum(log.rates):.2f}: the table takes the rates.")
     if log.rates and log.equally_long():
         lines += advice(log, cost, pass_cost)
     else:

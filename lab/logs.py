@@ -34,6 +34,7 @@ class Drafts:
     rounds: float | None = None     # target passes after the prompt, with a draft or without
     rates: tuple = ()       # by position: the share of drafts that were accepted up to there
     ms: float | None = None         # spent on drafting
+    mean: float | None = None       # the mean acceptance length that is printed beside the rates
 
     def __post_init__(self):
         if any(after > before for before, after in pairwise([1.0, *self.rates])):
@@ -106,7 +107,7 @@ def llama_totals(lines):
         if not rates and drafts:
             rates = [number(line, "#acc drafts") / drafts]      # those with an accepted token
         made.append(Drafts(name, drafts, number(line, "#acc tokens"), number(line, "#gen tokens"),
-                           calls, tuple(rates), ms))
+                           calls, tuple(rates), ms, number(line, *MEAN)))
     return made
 
 
@@ -138,7 +139,7 @@ def request(line, accepted, drafted, written):
     rounds = None
     if written is not None:
         rounds = written - 1 - accepted
-    return Drafts("llama.cpp", drafts, accepted, drafted, rounds, tuple(rates))
+    return Drafts("llama.cpp", drafts, accepted, drafted, rounds, tuple(rates), None, mean)
 
 
 def vllm(lines):
@@ -163,7 +164,7 @@ def bare(line, rates):
     length = None
     if percent := number(line, *PERCENT):
         length = sum(rates) / percent * 100
-    return Drafts("The last line", 1.0, sum(rates), length, None, rates)
+    return Drafts("The last line", 1.0, sum(rates), length, None, rates, None, number(line, *MEAN))
 
 
 def interval(line, rates, speed):
@@ -177,7 +178,7 @@ def interval(line, rates, speed):
     per_second = number(line, "drafted throughput")
     if speed is not None and per_second:
         rounds = max(drafts, speed * drafted / per_second - accepted)
-    return Drafts("vLLM", drafts, accepted, drafted, rounds, rates)
+    return Drafts("vLLM", drafts, accepted, drafted, rounds, rates, None, number(line, *MEAN))
 
 
 def sglang(lines):

@@ -7,8 +7,10 @@ draft computes exactly what was trained.
 """
 import math
 import shlex
+import signal
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from lab import card, corpus
 from lab.save import beside, save
 from model import Config, Placement, Refused, Transformer
 from support import cli
-from support.files import replacing
+from support.files import note, replacing
 from support.flags import within as number
 from support.texts import BOUNDARY
 
@@ -331,15 +333,35 @@ def open_run(a, fresh=fresh_run):
     return run
 
 
+@contextmanager
+def patient():
+    """Within it the first Ctrl-C, or SIGTERM, is only noted in the list that is yielded, so that a
+    step comes to its end. The second one ends the program at once."""
+    noted = []
+
+    def note_it(number, frame):
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    before = {number: signal.signal(number, note_it) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def train(run):
     """Take the steps that are left, save a checkpoint every two minutes, and write what was
-    trained. A run that was killed goes on from its last checkpoint, and ends as any other."""
+    trained. A run that was killed goes on from its last checkpoint, and ends as any other. After
+    Ctrl-C the checkpoint holds all steps that were taken."""
     started = time.monotonic() - run.seconds
     saved = run.seconds
     often = 1 if sys.stderr.isatty() else 60     # a file needs fewer lines
-    with tqdm(total=run.steps * run.block, initial=run.step * run.block, unit="tok",
-              unit_scale=True, mininterval=often) as bar:
-        while run.step < run.steps:
+    with patient() as noted, tqdm(total=run.steps * run.block, initial=run.step * run.block,
+                                  unit="tok", unit_scale=True, mininterval=often) as bar:
+        while run.step < run.steps and not noted:
             run.train_step()
             run.seconds = time.monotonic() - started
             if not math.isfinite(run.loss):
@@ -351,6 +373,9 @@ def train(run):
                 saved = run.seconds
                 run.save()
     run.save()
+    if noted:
+        note("stopped", f"after step {run.step} of {run.steps}; the same flags and --resume go on")
+        raise KeyboardInterrupt
     run.finish()
 
 

@@ -30,8 +30,7 @@ from model import Refused
 
 WIDTHS = 24, 32, 48, 64, 256    # numbers of rows for which torch's product may be slower
 ALL = 2**62     # more rows than there are
-PACKED = 64     # up to how many rows whole numbers are multiplied as they are: more of them are
-                # worth unpacking the matrix
+PACKED = 64     # rows from which on it pays to unpack a matrix of whole numbers
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}    # a `Kind` in rows.cpp
 # a `Kind` of whole numbers, by their bits and by the form in which they take x
 INTEGERS = {(8, "as it is"): 3, (4, "as it is"): 4, (8, "in bfloat16"): 3, (4, "in bfloat16"): 5,
@@ -199,7 +198,7 @@ def few(dtype):
     """Up to how many rows the loop multiplies faster than torch, for a matrix of this dtype. It is
     measured once per machine and then kept, so that the next run reads its prompt by the same
     routine. The least is more than any round has. It is ALL where torch has no fast product of this
-    dtype: without instructions for bfloat16 it takes four times as long for a prompt."""
+    dtype, as for bfloat16 on a processor without instructions for it."""
     parts = "few", fingerprint(), torch.__version__, torch.get_num_threads(), dtype
     path = cache_file("-".join(map(str, parts)).replace("torch.", "") + ".txt")
     try:

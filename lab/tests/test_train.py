@@ -1,4 +1,5 @@
 """The training recipe by hand, what it learns, killed runs that are resumed, what is saved."""
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -156,6 +157,26 @@ def test_a_training_that_was_killed_ends_as_one_that_was_not(call, flags, tmp_pa
     assert one["step"] == other["step"] and one["loss"] == other["loss"]
     assert one["weights"].keys() == other["weights"].keys()
     assert all(torch.equal(t, other["weights"][key]) for key, t in one["weights"].items())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_keeps_all_steps_that_were_taken(number, call, flags, tmp_path, monkeypatch):
+    class Stopped(train.Run):
+        def train_step(self):
+            if self.step == 1:
+                signal.raise_signal(number)
+            super().train_step()
+
+    before = signal.getsignal(signal.SIGINT)    # ignored, where the tests run in the background
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "Run", Stopped)
+        status, _, err = call(*flags())
+    assert status == 130 and state(tmp_path / "out")["step"] == 2 and "--resume" in err
+    assert signal.getsignal(signal.SIGINT) is before
+    for name in ("out", "whole"):
+        assert call(*flags(name, resume=True))[0] == 0
+    one, other = (state(tmp_path / name)["weights"] for name in ("out", "whole"))
+    assert all(torch.equal(w, other[key]) for key, w in one.items())
 
 
 def test_what_cannot_be_resumed_is_refused(call, flags, begin, tmp_path):
