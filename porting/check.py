@@ -12,6 +12,7 @@ sees the expected answers: they are compared afterwards, here, with nothing but 
 library.
 """
 import argparse
+import difflib
 import itertools
 import json
 import math
@@ -72,6 +73,8 @@ def differ(want, got, tolerance, where="", size=1.0):
             return f"{where or 'the answer'}: expected an object, got {brief(got)}"
         if "shape" in want and "sum" in want:
             return differ_tensor(want, got, tolerance, where)
+        if wrong := misspelt(want, got, where):
+            return wrong
         return first(differ(value, got.get(key), min(tolerance, CLOSE.get(key, tolerance)),
                             f"{where}.{key}".strip("."), size) for key, value in want.items())
     if isinstance(want, list):
@@ -109,6 +112,16 @@ def cause(got):
     if is_number(got) and 2**53 <= abs(got) < math.inf:
         return ", which has more than 53 bits: 64-bit products must wrap around (step 8)"
     return ""
+
+
+def misspelt(want, got, where):
+    """Names the key of an answer that looks like a missing one; None if there is none."""
+    others = [key for key in got if key not in want]
+    for key in want:
+        close = difflib.get_close_matches(key, others, 1)
+        if key not in got and close:
+            return f"{where or 'the answer'}: there is no key {key!r}, but a key {close[0]!r}"
+    return None
 
 
 def differ_tensor(want, got, tolerance, where):

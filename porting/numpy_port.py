@@ -81,7 +81,7 @@ def rotate(x, positions, freqs):
 
 
 def visible(positions, end, window):
-    """mask[i][s]: does token i of the block see slot s? Slot = position."""
+    """mask[i][s]: does token i of the block see slot s? Without trees slot = position."""
     return [[int(s <= own and (window is None or own - s < window)) for s in range(end)]
             for own in positions]
 
@@ -107,15 +107,14 @@ def attend(q, k, v, mask, scale, cap):
     return y.reshape(T, H * D)
 
 
-def attention(m, layer, x, first, cache):
-    """x (T, dim), after the norm, whose tokens stand in the slots from `first` on. Writes to the
-    cache before it reads."""
+def attention(m, layer, x, first, at, cache, see):
+    """x (T, dim), after the norm, whose tokens stand in the slots from `first` on, at the positions
+    `at`. Writes to the cache before it reads."""
     name, end, (keys, values) = f"model.layers.{layer}.self_attn.", first + len(x), cache[:, layer]
-    at = range(first, end)
     q, k, v = ((x @ m.w[f"{name}{part}_proj.weight"].T).reshape(len(x), -1, m.D) for part in "qkv")
     q, k = rotate(q, at, m.freqs), rotate(k, at, m.freqs)
     keys[:, first:end], values[:, first:end] = k.swapaxes(0, 1), v.swapaxes(0, 1)      # (Hkv, T, D)
-    mask = visible(at, end, m.window if layer % 2 == 0 else None)
+    mask = see(at, end, m.window if layer % 2 == 0 else None)
     y = attend(q.swapaxes(0, 1), keys[:, :end], values[:, :end], mask, m.scale, m.cap)
     return y @ m.w[f"{name}o_proj.weight"].T
 
@@ -131,25 +130,25 @@ def mlp(m, layer, x):
     return (act * up) @ down.T
 
 
-def sublayer(m, i, x, first, cache):
+def sublayer(m, i, x, first, at, cache, see=visible):
     """x + f_i(x): 2 * layer is an attention, 2 * layer + 1 an MLP."""
     layer, is_mlp = divmod(i, 2)
     before = ("pre_feedforward" if m.gemma else "post_attention") if is_mlp else "input"
     y = norm(x, m.w[f"model.layers.{layer}.{before}_layernorm.weight"], m.eps, m.offset)
-    y = mlp(m, layer, y) if is_mlp else attention(m, layer, y, first, cache)
+    y = mlp(m, layer, y) if is_mlp else attention(m, layer, y, first, at, cache, see)
     if m.gemma:     # a second norm, after f and before the sum
         after = "post_feedforward" if is_mlp else "post_attention"
         y = norm(y, m.w[f"model.layers.{layer}.{after}_layernorm.weight"], m.eps, m.offset)
     return x + y
 
 
-def run(m, tokens, first, cache, sublayers=None):
+def run(m, tokens, first, cache, sublayers=None, at=None, see=visible):
     """Run the model over a block of tokens in the slots from `first` on: logits (T, V), and x
-    before the first sub-layer and after each."""
-    embedding = m.w["model.embed_tokens.weight"]
+    before the first sub-layer and after each. Without trees a token's position is its slot."""
+    at, embedding = at or [first + i for i in range(len(tokens))], m.w["model.embed_tokens.weight"]
     states = [embedding[tokens] * m.embed_scale]
     for i in range(2 * m.L) if sublayers is None else sublayers:
-        states.append(sublayer(m, i, states[-1], first, cache))
+        states.append(sublayer(m, i, states[-1], first, at, cache, see))
     x = norm(states[-1], m.w["model.norm.weight"], m.eps, m.offset)
     return softcap(x @ m.w.get("lm_head.weight", embedding).T, m.last_cap), states
 
@@ -205,14 +204,15 @@ def lookup(text, n, most):
 
 
 def propose(m, r, texts, left, caches, coins):
-    """For each text a draft and what its tokens were drawn from; and the uniforms spent."""
+    """For each text a draft, the parent of each of its tokens (the one before it) and what it was
+    drawn from; and the uniforms spent."""
     d, V, spent = r["drafter"], len(m.w["model.embed_tokens.weight"]), []
     most = [max(0, min(d.get("gamma", 0), more - 1)) for more in left]
     drafts, q = [[] for _ in texts], [[] for _ in texts]
     if d["kind"] == "ngram":
         drafts = [lookup(text, d["n"], n) for text, n in zip(texts, most, strict=True)]
         q = [[np.eye(V)[t] for t in x] for x in drafts]
-        return drafts, q, []
+        return drafts, [range(len(x)) for x in drafts], q, []
     for k in range(max(most)):
         for b, text in enumerate(texts):
             spent.append(next(coins))           # also for a text that drafts fewer
@@ -221,24 +221,31 @@ def propose(m, r, texts, left, caches, coins):
                              d["sublayers"])[0]
                 q[b].append(to_probs(logits[0], **r["sampling"]))
                 drafts[b].append(choose(q[b][-1], spent[-1]))
-    return drafts, q, spent
+    return drafts, [range(len(x)) for x in drafts], q, spent
 
 
-def one_text(m, r, text, cache, draft, q, flips, coin):
+def check_chain(m, r, block, first, cache, parents, q, flips, coin):
+    """The whole model reads a block: the positions of its tokens, p after each, which of them are
+    accepted, the token after those, and the ratios."""
+    p = [to_probs(logits, **r["sampling"]) for logits in run(m, block, first, cache)[0]]
+    accepted, token, ratio = verify(p, q, block[1:], flips, coin)
+    return [first + i for i in range(len(block))], p, range(1, accepted + 1), token, ratio
+
+
+def one_text(m, r, text, cache, draft, parents, q, flips, coin, check):
     """One round of one text, to which the new tokens are appended."""
     first, block = len(text) - 1, [text[-1], *draft]
-    p = [to_probs(logits, **r["sampling"]) for logits in run(m, block, first, cache)[0]]
-    accepted, token, ratio = verify(p, q, draft, flips, coin)
-    new = draft[:accepted] + [token]
+    at, p, accepted, token, ratio = check(m, r, block, first, cache, parents, q, flips, coin)
+    new = [block[i] for i in accepted] + [token]
     end = next((i + 1 for i, t in enumerate(new) if t in r["eos"]), len(new))
     text += new[:end]
-    return dict(positions=list(range(first, first + len(block))), block=block, draft=draft,
-                parents=list(range(len(draft))), p=[p[k][t] for k, t in enumerate(draft)],
-                q=[q[k][t] for k, t in enumerate(draft)], ratio=ratio,
-                accepted=min(accepted, end), token=token, new=new[:end])
+    return dict(positions=at, block=block, parents=list(parents), draft=draft,
+                p=[p[parent][t] for parent, t in zip(parents, draft, strict=True)],
+                q=[row[t] for row, t in zip(q, draft, strict=True)], ratio=ratio,
+                accepted=min(len(accepted), end), token=token, new=new[:end])
 
 
-def rounds(r):
+def rounds(r, propose=propose, check=check_chain):
     m, texts, lines = Model(r["model"]), [list(prompt) for prompt in r["prompts"]], []
     coins = (bits(r["seed"], i) * 2.0**-53 for i in itertools.count())
     left = [min(r["max_new"], m.max_len - len(text)) for text in texts]
@@ -246,13 +253,13 @@ def rounds(r):
     for text, cache in zip(texts, caches, strict=True):
         run(m, text, 0, cache)
     while max(left) > 0:
-        drafts, q, drawn = propose(m, r, texts, left, caches, coins)
+        drafts, parents, q, drawn = propose(m, r, texts, left, caches, coins)
         flips = [[next(coins) for _ in range(max(map(len, drafts)))] for _ in texts]
         last = [next(coins) for _ in texts]
         lines.append(dict(round=len(lines), u_draft=drawn, u_flip=sum(flips, []), u_next=last))
         for b, text in enumerate(texts):
             row = {} if left[b] <= 0 else one_text(
-                m, r, text, caches[b], drafts[b], q[b], flips[b], last[b])
+                m, r, text, caches[b], drafts[b], parents[b], q[b], flips[b], last[b], check)
             for name in "positions block parents draft p q ratio accepted token new".split():
                 lines[-1].setdefault(name, []).append(row.get(name))
             left[b] = 0 if text[-1] in r["eos"] else left[b] - len(row.get("new", []))
@@ -314,10 +321,10 @@ def pack(x):
 
 def one_sublayer(r):
     m, x, first, layer = Model(r["model"]), tensor(r["x"]), r["first"], r["sublayer"] // 2
-    at, cache = range(first, first + len(x)), np.zeros(m.shape, "f4")
+    at, cache = [first + t for t in range(len(x))], np.zeros(m.shape, "f4")
     if r["past"]:
         cache[:, layer, :, :first] = tensor(r["past"]["k"]), tensor(r["past"]["v"])
-    y = sublayer(m, r["sublayer"], x, first, cache)
+    y = sublayer(m, r["sublayer"], x, first, at, cache)
     return {"x": pack(y), "k": pack(cache[0, layer][:, at]), "v": pack(cache[1, layer][:, at])}
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_porting import script
 from tiny import command
 
 from porting import engine, library_engine, make
@@ -183,18 +182,29 @@ def test_an_engine_in_c_passes(call, tmp_path):
     assert status == 1 and re.search(r"^block 0 of \d+ cases right, the others todo$", out, re.M)
 
 
-def test_texts_tell_an_engine_that_accepts_nothing():
-    """It draws from p, so the distribution of its texts is right."""
+def test_many_texts_tell_an_engine_with_its_own_noise():
     noise = random.Random(1)
-    for case in LAWS:
-        if case["rule"] == "token":
-            sent = list(engine.many_requests(case, 2000, noise))
-            first = case["p"][0]
-            tokens = noise.choices(range(len(first)), first, k=len(sent))
-            never = {r["case"]: {"accepted": 0, "token": token}
-                     for r, token in zip(sent, tokens, strict=True)}
-            words, right = engine.judge_texts(case, sent, never, noise)
-            assert not right and "distribution is right, but 0.0000 drafted tokens" in words
+
+    def said(reply):
+        found = []
+        for case in LAWS:
+            if case["rule"] == "token":
+                sent = list(engine.many_requests(case, 2000, noise))
+                answers = {r["case"]: reply(r) for r in sent}
+                found.append(engine.judge_texts(case, sent, answers, noise))
+        return found
+
+    def with_own_noise(reply):
+        return lambda r: reply(r | {"uniforms": [noise.random() for _ in r["p"]]})
+
+    right = said(with_own_noise(library_engine.answer))
+    assert all(good and "the distribution is right, and" in words for words, good in right)
+    from_p = next(row for row in ENGINES if row[-1] == "the replacement is drawn from p")
+    wrong = said(with_own_noise(wrong_engine(*from_p[:-1])))
+    assert sum("another distribution" in words for words, _ in wrong) >= 4
+    never = said(lambda r: {"accepted": 0,
+                            "token": noise.choices(range(len(r["p"][0])), r["p"][0])[0]})
+    assert all("distribution is right, but 0.0000 drafted tokens" in words for words, _ in never)
 
 
 def test_the_worked_example_with_transformers(call, tmp_path):
@@ -209,17 +219,25 @@ def test_the_worked_example_with_transformers(call, tmp_path):
         assert status == int(not right) and ("another distribution" in out) == (not right), out
 
 
+def script(body):
+    """A command that runs the body, a Python statement, for each request `r`."""
+    return [sys.executable, "-c",
+            f"import json, sys\nfor line in sys.stdin:\n    r = json.loads(line)\n    {body}"]
+
+
 @pytest.mark.parametrize("answer, words", [
     ({"accepted": 0, "token": -1}, "token: expected a whole number from 0 to"),
     ({"accepted": True, "token": 0}, "accepted: expected a whole number from 0 to"),
     ({"accepted": 99, "token": 0}, "got 99"),
-    ({"token": 0}, "got nothing")])
+    ({"token": 0}, "accepted: expected a whole number from 0 to"),
+])
 def test_an_answer_of_the_wrong_form_is_told_from_a_wrong_one(call, answer, words):
     status, out, _ = call("--rule", "token", *script(
-        f"print(json.dumps({{'case': case['case'], **{answer}}}))"))
+        f"print(json.dumps({{'case': r['case'], **{answer}}}))"))
     assert status == 1 and words in out and "an engine in which" not in out
 
 
-def test_an_engine_that_fails(call):
+def test_engines_that_fail(call, tmp_path):
     status, out, _ = call("--rule", "race", *script("sys.exit('no memory')"))
     assert status == 1 and "race  0 of" in out and "its last words are 'no memory'" in out
+    call.refuses(["no_engine"], tmp_path, "no_engine: cannot be run")

@@ -13,7 +13,7 @@ import torch
 from tiny import command
 
 from exercises.cuts import change
-from porting import check, library_port, make
+from porting import check, make
 from porting.library_port import answer, cut_margin, tree_margin
 from porting.make import MISTAKES, SOURCE, answers, wrong_port
 
@@ -89,21 +89,22 @@ def test_the_margins_of_filters_and_trees_by_hand():
 # --- ports
 
 
-def test_the_numpy_port_passes(call):
-    """All cases but those of trees."""
+def test_the_numpy_ports_pass(call):
+    """The plain one all cases but those of trees, the other one all."""
     core = sum(not request["trees"] for request, _ in CORE.values()) + 1
     status, out, _ = call("--core", *NUMPY)
     version = f"(traces version {check.VERSION})"
     assert status == 0 and f"{core} of {core} cases pass {version}" in out and "999 ok" in out
+    status, out, _ = call(sys.executable, PORTING / "numpy_trees.py")
+    assert status == 0 and f"{len(ALL) + 1} of {len(ALL) + 1} cases pass" in out
 
 
 def test_a_refused_sibling_that_p_could_write_is_taken_from_what_is_left(monkeypatch):
     """Case 884 sees a port that does not scale the rest: 0.45 < 0.3 / 0.5, but not < 0.3."""
-    (*planted, _), = (row for row in make.ENGINES
-                     if row[-1] == "what is left of p is not scaled to sum to 1")
-    wrong = make.wrong_engine(*planted).keywords["rules"]["tree"]
-    monkeypatch.setattr(library_port, "verify_tree", wrong)
-    assert answer(CORE[884][0])[0]["node"] == 0 != CORE[884][1]["answer"]["node"]
+    monkeypatch.syspath_prepend(PORTING)
+    source, space = (PORTING / "numpy_trees.py").read_text(encoding="utf-8"), {"__name__": "trees"}
+    exec(change(source, "verify", "less / less.sum()", "less"), space)
+    assert space["judge"](CORE[884][0])["node"] == 0 != CORE[884][1]["answer"]["node"]
 
 
 def test_a_top_p_of_1_is_off_in_the_numpy_port():
@@ -212,8 +213,8 @@ def test_exact_says_whether_rounding_depends_on_the_block(call):
 
 
 def test_what_the_runner_says_about_a_wrong_answer():
-    """No cause that a passing case refutes, no word of form about a wrong number, and the margin of
-    a flipped token."""
+    """No cause that a passing case refutes, no word of form about a wrong number, the margin of a
+    flipped token, and the name of a key that is misspelt."""
     def said(answer, number, passing=None):
         verdicts = check.judge({number: CORE[number]}, {number: answer})
         return str(check.first_difference(CORE, verdicts | (passing or {}), {number: answer}))
@@ -229,6 +230,8 @@ def test_what_the_runner_says_about_a_wrong_answer():
     assert "their form is not" in said(flat, 903)
     right["rounds"][-1]["new"][0][-1] += 1
     assert "form" not in said(right, 903) and "Rounding is not the cause" in said(right, 903)
+    short = {"freq": CORE[301][1]["answer"]["freqs"]}
+    assert "there is no key 'freqs', but a key 'freq'" in said(short, 301)
 
 
 def test_a_port_that_does_not_use_the_weights_it_is_given_is_refused(call, tmp_path):

@@ -1,9 +1,10 @@
 """Makes kernels.wasm and fused.wasm, which browsers run, from kernels.wat, which people read.
 
-    python -m porting.web.assemble
+    python -m porting.web.assemble           writes both
+    python -m porting.web.assemble --text    prints kernels.wasm in WebAssembly's own text format
 
-kernels.wat is written in WebAssembly's own text format, in folded form: an instruction stands in
-brackets with its operands. To be short it has these forms more:
+kernels.wat is written in that format, in folded form: an instruction stands in brackets with its
+operands. To be short it has these forms more:
 
     $x  12                      as operands: (local.get $x), (i32.const 12)
     (set $x ...)  (tee $x ...)  (local.set $x ...), (local.tee $x ...)
@@ -15,6 +16,7 @@ brackets with its operands. To be short it has these forms more:
 """
 import re
 import struct
+import sys
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.wat")
@@ -95,6 +97,16 @@ def operand(name, part):
     if isinstance(part, str) and part.isdigit() and name.startswith("i32.") and name != "i32.const":
         return ["i32.const", part]
     return part
+
+
+def written(node, indent=""):
+    """A node as text."""
+    text = node if isinstance(node, str) else f"({' '.join(written(part) for part in node)})"
+    if len(indent + text) <= 100 or isinstance(node, str):
+        return indent + text
+    first = next((i for i, part in enumerate(node) if isinstance(part, list)), len(node))
+    inner = "".join("\n" + written(part, indent + "  ") for part in node[first:])
+    return f"{indent}({' '.join(node[:first])}{inner})"
 
 
 # --- bytes
@@ -204,6 +216,9 @@ def assemble(text, fused):
 
 def main():
     text = SOURCE.read_text(encoding="utf-8")
+    if sys.argv[1:] == ["--text"]:
+        module, = spell(read(text), {"fused": False})
+        return print(written(module))
     for path, fused in BINARIES.items():
         path.write_bytes(assemble(text, fused))
         print(f"{path.name}: {path.stat().st_size} bytes")
