@@ -117,16 +117,26 @@ class Notes:
         self.rows = torch.arange(B, device=x.device)[:, None]                   # (B, 1)
         self.noted = x.new_zeros(B, state.tokens.shape[1], dim)                 # (B, S, taps * dim)
         self.noted[:, :T] = x
+        self.waiting = []       # (states, their first slots) of the rounds since the last draft
 
     def observe(self, state, r):
-        x = self.head.tapped(r.trace)  # (B, K+1, taps * dim)
         # trap: within `Then`, r.accepted counts only this drafter's part
-        lengths = state.send([len(row) for row in r.new])
-        slots = state.positions(torch.arange(x.shape[1], device=x.device) - lengths[:, None])
-        self.noted[self.rows, slots] = x    # `scatter_` takes eight times as long
+        first = state.n - 1 - state.send([len(row) for row in r.new])           # (B,)
+        self.waiting.append((self.head.tapped(r.trace), first))                 # (B, K+1, ...)
+
+    @torch.inference_mode()
+    def note(self):
+        """Write what is waiting to its slots. It is only done for a draft, because another drafter
+        may draft in most rounds."""
+        for x, first in self.waiting:
+            slots = first[:, None] + torch.arange(x.shape[1], device=first.device)
+            slots.clamp_(max=self.noted.shape[1] - 1)   # a row near its limit overshoots
+            self.noted[self.rows, slots] = x    # `scatter_` takes eight times as long
+        self.waiting = []
 
     def at(self, slots):
         """The states at `slots` (B or 1, T). (B, T, taps * dim)"""
+        self.note()
         return self.noted[self.rows, slots.clamp(min=0)]
 
     def last(self, state):

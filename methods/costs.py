@@ -103,7 +103,7 @@ class Watch:
     that is twice as slow changes nothing, and so one round in EVERY is plain. Without a clock
     nothing is corrected."""
     LAST = 9        # rounds that count
-    EVERY = 16
+    EVERY = 32
 
     def __init__(self, clock=None, unit=1.0):
         self.clock = clock      # () -> seconds
@@ -111,6 +111,7 @@ class Watch:
         self.began = 0.0
         self.seconds = {}       # {thing: what it took lately, by what the table says}
         self.waited = self.EVERY - 3    # rounds since a plain one
+        self.ratios = {}        # those of the things that were asked for since the last `stop`
 
     def start(self):
         if self.clock:
@@ -123,6 +124,7 @@ class Watch:
             taken = max(0.0, now - self.began) / (cost * self.unit)
             self.seconds.setdefault(thing, deque(maxlen=self.LAST)).append(taken)
             self.began = now
+            self.ratios = {}
 
     def passed(self, cost, plain):
         """A pass of the target ends the round."""
@@ -134,6 +136,11 @@ class Watch:
 
     def ratio(self, thing):
         """The median of the last ratios. The table's word counts as much as two of them."""
+        if thing not in self.ratios:
+            self.ratios[thing] = self.median(thing)
+        return self.ratios[thing]
+
+    def median(self, thing):
         told = 0.0 if thing == "thinking" else 1.0
         plain = max(self.plain(), 1e-9)
         found = [taken / plain for taken in self.seconds.get(thing, ())]

@@ -137,8 +137,11 @@ class Pace(Wrapper):
         plain = self.machine.verify(n)
         wide = self.watch.ratio("wide")
         ratio = self.watch.ratio(arm)
-        return [plain] + [ratio * arm.cost(n, g) + plain * max(1.0, wide * self.wide[1 + g])
-                          for g in range(1, 1 + min(arm.longest, most))]
+        once = ratio * arm.once
+        each = ratio * arm.each.at(n)
+        passes = self.wide[2 : 2 + min(arm.longest, most)]
+        return [plain, *(once + g * each + plain * max(1.0, wide * relative)
+                         for g, relative in enumerate(passes, 1))]
 
     def offer(self, arm, n, most, thinking=0.0):
         """The Choice of an arm, with as many of these tokens as the balance covers if nothing is
@@ -160,7 +163,8 @@ class Pace(Wrapper):
             return 0.0
         waiting = [other for other in self.arms if other is not arm and not self.chosen[other.name]]
         further = self.machine.verify(n, 2) - self.machine.verify(n)
-        return self.balance - sum(other.cost(n, 1) + further for other in waiting)
+        reserve = sum(other.cost(n, 1) + further for other in waiting)
+        return self.balance - min(reserve, self.balance / 2)
 
     def choose(self, n, room, thinking):
         """The Choice that promises most, if that is more than MARGIN above plain decoding. Catching

@@ -4,6 +4,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from checkpoint import encode
 from control import MOST
 from machine import rows
 from machine.quant import size
@@ -14,7 +15,7 @@ from methods.standin import VOCAB, read_vocab
 from sampling import to_probs
 from support.files import read_beside
 from support.flags import Plan, processes
-from support.measure import LARGE, by_bytes, kept_costs, with_costs
+from support.measure import LARGE, STORY, as_measured, by_bytes, kept_costs
 from support.skips import read_skip
 
 
@@ -54,14 +55,16 @@ def auto(options, model, tokenizer):
 
     def arms():
         found = candidates(model, machine, skip, vocab, trained, rough, small)
-        return [with_costs(arm, table[arm.name]) if table else arm for arm in found]
+        return [as_measured(arm, table[arm.name]) if table else arm for arm in found]
 
     if measured:
         about = ", with costs as measured here"
         clock = time.perf_counter
         settings = options.sampling()
         probs = partial(to_probs, **settings)
-        machine, table = kept_costs(model, arms(), probs, options.rows, tuple(settings.items()))
+        text = encode(tokenizer, STORY, model.c.bos)
+        machine, table = kept_costs(
+            model, arms(), text, probs, options.rows, tuple(settings.items()))
 
     def build(most):
         return Pace(model, arms(), machine, most, clock)

@@ -1,8 +1,9 @@
-"""What passes and drafts cost on this machine, by measurement or from tables in files.
+"""What passes and drafts cost on this machine, and how often drafts are accepted, by measurement or
+from tables in files.
 
-A table of costs decides how a text is drafted, never what it says. It is measured in whole rounds,
-with the settings of the run, and kept in the user's cache folder for later runs with the same
-machine, model, dtype and settings.
+A table decides how a text is drafted, never what it says. It is measured in whole rounds, with the
+settings of the run, and kept in the user's cache folder for later runs with the same machine,
+model, dtype and settings.
 """
 import json
 import math
@@ -20,7 +21,9 @@ from drafter import Draft, Drafter
 from kvcache import new_cache
 from machine.kept import cache_file, identity, keep
 from machine.quant import size
+from methods.arms import Calibrated
 from methods.costs import Machine
+from methods.counts import Beta, outcomes
 from methods.pace import OVERHEAD
 from model import SPARE, Placement, Refused
 from sampling import Coins, raw_probs, to_probs
@@ -32,6 +35,12 @@ WIDTHS = 1, 2, 3, 4, 5, 8, 9, 13, MOST + 1      # of the blocks that are measure
 SECONDS = 3.0       # for a measurement that a run has to wait for
 LARGE = 64e6        # bytes of a model's blocks from which on it takes long to measure
 CONTEXT = 64        # tokens before the one whose cost is measured
+ROUNDS = 8          # in which an acceptance rate is measured
+TESTS = 8           # that a measured acceptance rate counts for: a text may be of another kind
+STORY = """Once upon a time there was a little girl who lived with her brother in a small house by
+the sea. Every morning they walked along the beach and looked for shells. One day they found a box
+in the sand. It was old and heavy, and it was locked. "What do you think is in it?" asked the girl.
+"""     # which any language model can continue
 
 
 @torch.inference_mode()
@@ -127,43 +136,64 @@ class Given(Drafter):
         return Draft(drafted, None, state.send([self.length] * rows))
 
 
-def measure_arms(model, arms, machine, probs=to_probs, rows=1, repeats=5, limit=math.inf):
-    """{the name of each arm: what a draft costs once, what each of its tokens costs, and what it
-    costs to ask its rule after a token}. All of it is measured in whole rounds, with drafts of one
-    and of up to four tokens."""
-    n = min(CONTEXT, model.c.max_len // 4)
-    new = 3 * n
-    ids = [[i % model.c.vocab_size for i in range(n)]] * rows
+def measure_arms(model, arms, machine, text, probs=to_probs, rows=1, repeats=5, limit=math.inf):
+    """{the name of each arm: what a draft costs once, what each of its tokens costs, what it costs
+    to ask its rule after a token, and how often a drafted token is accepted}. All of it is measured
+    in whole rounds that continue a text (its ids), with drafts of one and of up to four tokens."""
+    most = min(CONTEXT, model.c.max_len // 4)
+    new = 3 * most
+    ids = [list(text[:most])] * rows
+    n = len(ids[0])
     cache = new_cache(model, rows, n + new + SPARE)
 
-    def rounds_of(drafter):
-        return partial(next, rounds(model, ids, new, drafter, probs, eos=(), cache=cache))
+    def begin(drafter):
+        return rounds(model, ids, new, drafter, probs, eos=(), cache=cache)
 
     far = {arm.name: min(4, arm.longest) for arm in arms}
-    ways = {"plain": rounds_of(None)}
+    ways = {"plain": partial(next, begin(None))}
     for arm in arms:
         most = far[arm.name]
-        ways[arm.name, "one"] = rounds_of(arm.alone(1))
-        ways[arm.name, "most"] = rounds_of(arm.alone(most))
-        ways[arm.name, "asked"] = rounds_of(arm.alone(most, asks=True))
+        ways[arm.name, "one"] = partial(next, begin(arm.alone(1)))
+        ways[arm.name, "most"] = partial(next, begin(arm.alone(most)))
+        ways[arm.name, "asked"] = partial(next, begin(arm.alone(most, asks=True)))
     model.rehearse(lambda: [step() for step in ways.values()])
     times = interleave(ways, repeats, limit)
     plain = machine.verify(n)
     found = {}
-    for name, most in far.items():
-        took = {way: plain * times[name, way] / times["plain"] for way in ("one", "most", "asked")}
+    for arm in arms:
+        most = far[arm.name]
+        took = {way: plain * times[arm.name, way] / times["plain"]
+                for way in ("one", "most", "asked")}
         one = took["one"] - machine.verify(n, 2)
         each = max(0.0, took["most"] - machine.verify(n, 1 + most) - one) / max(1, most - 1)
         asking = max(0.0, (took["asked"] - took["most"]) / most)
-        found[name] = max(0.0, one - each), each, asking
+        # trap: above, all write into one cache, so what they accept there means nothing
+        alpha = acceptance(begin(arm.alone(most)), limit / len(arms))
+        found[arm.name] = max(0.0, one - each), each, asking, alpha
     return found
 
 
-def with_costs(arm, measured):
-    """The Arm with the costs that were measured. A rule that takes long to ask is not asked."""
-    once, each, asking = measured
-    arm.drafter.rule.asks = asking <= OVERHEAD
-    asked = asking * arm.drafter.rule.asks
+def acceptance(steps, seconds):
+    """How often a drafted token is accepted in these rounds, as far as they come in some seconds,
+    but in at least ROUNDS."""
+    rate = Beta()
+    begun = time.perf_counter()
+    for i, (_, r) in enumerate(steps, 1):
+        for drafted, kept in outcomes(r):
+            rate.add(kept, min(1, drafted - kept))
+        if i >= ROUNDS and time.perf_counter() > begun + seconds:
+            break
+    return rate.mean()
+
+
+def as_measured(arm, measured):
+    """The Arm with the costs and the acceptance rate that were measured. A rule that takes long to
+    ask is not asked."""
+    once, each, asking, alpha = measured
+    rule = Calibrated(gamma=arm.longest, prior=alpha, tests=TESTS)
+    rule.asks = asking <= OVERHEAD
+    arm.drafter.rule = rule
+    asked = asking * rule.asks
     start = max(0.0, each + asked - CONTEXT * arm.each.slope)
     return replace(arm, once=once, each=arm.each._replace(start=start))
 
@@ -218,7 +248,7 @@ def read_machine(path, c):
         return replace(machine, unit=machine.unit * unit)
 
 
-def kept_costs(model, arms=(), probs=to_probs, rows=1, settings=()):
+def kept_costs(model, arms=(), text=(0,), probs=to_probs, rows=1, settings=()):
     """(the Machine of this model here in seconds, what `measure_arms` finds), measured if no valid
     tables are kept for the same arms, rows and `settings`, which say what `probs` does."""
     facts = (type(model).__name__, tuple(Machine.__dataclass_fields__), rows, settings,
@@ -230,7 +260,7 @@ def kept_costs(model, arms=(), probs=to_probs, rows=1, settings=()):
         note("costs", f"measuring what passes and drafts take, about {2 * SECONDS:.0f} seconds; it "
                       "is kept for later runs, which correct it as they go")
     machine = by_clock(model, probs, rows, repeats=30, limit=SECONDS)
-    found = measure_arms(model, arms, machine, probs, rows, limit=SECONDS)
+    found = measure_arms(model, arms, machine, text, probs, rows, limit=SECONDS)
     try:
         keep(path, json.dumps(asdict(machine) | {"arms": found}).encode())
     except OSError as e:
@@ -244,8 +274,8 @@ def read_costs(path, c, names):
     found = {}
     with guarded(f"{path}: not the costs of these drafts"):
         for name, numbers in read_json(Path(path))["arms"].items():
-            once, each, asking = map(float, numbers)
-            found[name] = once, each, asking
+            once, each, asking, alpha = map(float, numbers)
+            found[name] = once, each, asking, alpha
         if sorted(found) != sorted(names):
             raise Refused(f"expected {', '.join(names)}")
     return read_machine(path, c), found

@@ -18,7 +18,7 @@ from methods.pace import Pace
 from sampling import Coins, to_probs
 from speculative import rounds
 from support import measure
-from support.measure import by_clock, measure_arms, with_costs
+from support.measure import as_measured, by_clock, measure_arms
 
 SUBLAYER, HEAD = 75.0, 75.0     # microseconds in a graph; a plain round takes 1.2 milliseconds
 NEW = 200
@@ -48,10 +48,10 @@ def test_auto_is_never_far_below_the_best(damp, T, monkeypatch):
 
         m = Recorded(world(damp), Session([timed], pytest.fail))
         machine = by_clock(m, repeats=3)
-        table = measure_arms(m, candidates(m, machine), machine)
+        table = measure_arms(m, candidates(m, machine), machine, list(range(16)))
 
         def auto():
-            arms = [with_costs(arm, table[arm.name]) for arm in candidates(m, machine)]
+            arms = [as_measured(arm, table[arm.name]) for arm in candidates(m, machine)]
             return Pace(m, arms, machine, clock=time.perf_counter)
 
         def written(drafter, count=NEW):

@@ -65,7 +65,7 @@ def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, arms, storie
 
 def unmeasured(model, arms, *how):
     """The costs counted in bytes as if they had been measured, and drafts at .4 of a pass."""
-    return by_bytes(model), {arm.name: (0.0, 0.4, 0.0) for arm in arms}
+    return by_bytes(model), {arm.name: (0.0, 0.4, 0.0, 0.5) for arm in arms}
 
 
 def test_the_model_in_few_bits_is_a_candidate(arms, stories, tmp_path, monkeypatch):
@@ -119,7 +119,7 @@ def test_costs_are_measured_with_the_runs_own_settings(call, plan, stories, tmp_
     assert plan().make().machine == by_bytes(stories[0]), "a small model"
     measured = []
 
-    def kept(model, arms, probs, rows, settings):
+    def kept(model, arms, text, probs, rows, settings):
         measured.append((probs.keywords, rows, dict(settings)))
         return unmeasured(model, arms)
 

@@ -7,7 +7,7 @@ from dataclasses import astuple, replace
 
 import pytest
 import torch
-from tiny import GEMMA, LLAMA, make
+from tiny import GEMMA, LLAMA, PROMPTS, make
 
 from machine import kept
 from machine.kept import identity
@@ -21,13 +21,13 @@ from sampling import to_probs
 from support import measure
 from support.measure import (
     WIDTHS,
+    as_measured,
     by_bytes,
     by_clock,
     kept_costs,
     measure_arms,
     measure_step,
     read_machine,
-    with_costs,
 )
 
 
@@ -45,7 +45,7 @@ def measured(monkeypatch, tmp_path):
 
     monkeypatch.setattr(measure, "by_clock", another)
     monkeypatch.setattr(measure, "measure_arms", lambda model, arms, *how, **more: {
-        arm.name: (0.0, 0.1 * len(machines), 0.01) for arm in arms})
+        arm.name: (0.0, 0.1 * len(machines), 0.01, 0.5) for arm in arms})
     return machines
 
 
@@ -115,7 +115,7 @@ def test_a_real_measurement(models, rows):
     seen.clear()
     ends = make(replace(models["gemma2"].c, eos=tuple(range(17))))      # any token ends a text
     arms = candidates(ends, m)
-    found = measure_arms(ends, arms, m, probs, rows, repeats=1)
+    found = measure_arms(ends, arms, m, PROMPTS[0], probs, rows, repeats=1)
     assert set(seen) == {rows} and [*found] == [arm.name for arm in arms]
     assert all(min(numbers) >= 0 for numbers in found.values())
 
@@ -128,10 +128,10 @@ def test_what_drafts_take_by_hand(models, monkeypatch):
     times = {"plain": 2.0, (arm.name, "one"): 2 * (1.1 + 0.4), (arm.name, "most"): 2 * (1.4 + 1.3),
              (arm.name, "asked"): 2 * (1.4 + 1.5)}
     monkeypatch.setattr(measure, "interleave", lambda *_: times)
-    found = measure_arms(models["llama"], [arm], m)[arm.name]
-    assert found == pytest.approx((0.1, 0.3, 0.05))
+    *found, alpha = measure_arms(models["llama"], [arm], m, [0] * 64)[arm.name]
+    assert found == pytest.approx([0.1, 0.3, 0.05])
     for asking in (0.05, 0.001):
-        dear = with_costs(arm, (0.1, 0.3, asking))
+        dear = as_measured(arm, (0.1, 0.3, asking, alpha))
         asks = asking < 0.01
         assert dear.drafter.rule.asks == asks
         assert dear.cost(64, 4) == pytest.approx(0.1 + 4 * (0.3 + asking * asks))
@@ -171,7 +171,7 @@ def test_a_table_is_kept_and_measured_again_only_if_it_is_damaged(
     table.write_bytes(table.read_bytes()[:-9])
     capsys.readouterr()
     for _ in range(2):
-        assert kept_costs(m, arms)[1]["exit 1"] == (0.0, 0.2, 0.01)
+        assert kept_costs(m, arms)[1]["exit 1"] == (0.0, 0.2, 0.01, 0.5)
     assert table.name in capsys.readouterr().err.splitlines()[0] and len(measured) == 2
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert kept_costs(m, arms)[0] is measured[2] and "not kept" in capsys.readouterr().err
@@ -185,8 +185,8 @@ def test_other_arms_rows_and_settings_have_their_own_table(models, measured):
         kept_costs(m, candidates(m, machine))
         kept_costs(m, candidates(m, machine, small=(m, 0.1)))
         kept_costs(m, candidates(m, machine, small=(m, 0.2)))
-        kept_costs(m, (), to_probs, 2)
-        kept_costs(m, (), to_probs, 1, (("top_p", 0.9),))
+        kept_costs(m, rows=2)
+        kept_costs(m, settings=(("top_p", 0.9),))
         kept_costs(Recorded(m, Session([simulated])))
     assert len(measured) == 7
 

@@ -47,7 +47,7 @@ from methods.standin import ShortHead
 from model import StandIn
 from sampling import Coins, to_probs
 from speculative import generate, rounds
-from support.measure import with_costs
+from support.measure import as_measured
 
 SKIP = without(6, attn=[1, 4], mlp=[2])
 IDS = [4, 9, 0, 2, 16, 3]
@@ -319,10 +319,12 @@ def test_a_rule_that_takes_long_is_not_asked():
     same."""
     asked = []
     for asking in 0.5 * OVERHEAD, 2 * OVERHEAD:
-        rule = Calibrated(prior=0.6)
+        arm = Arm("right", ModelDraft(TARGET, Calibrated()), Line(0.2))
+        arm = as_measured(arm, (0.0, 0.2, asking, 0.6))
+        rule = arm.drafter.rule
+        assert rule.acceptance.mean() == 0.6
         ask = rule.unlikely
         rule.unlikely = lambda *args, ask=ask: asked.append(1) or ask(*args)
-        arm = with_costs(Arm("right", ModelDraft(TARGET, rule), Line(0.2)), (0.0, 0.2, asking))
         pace = Pace(TARGET, [arm], EVEN)
         pace.copies.drafter.best = lambda *_: (0.0, 0, [])      # no copies
         asked.clear()
