@@ -127,7 +127,7 @@ def run_tests(folder, task, limit, pipe):
     faulthandler.dump_traceback_later(0.9 * limit, file=open("hang.txt", "w"))
     watch, text = Watch(pipe), Path("answer.py").read_text(encoding="utf-8")
     try:
-        guard.install(task.module, task.functions, splice.code(task.module, task.functions, text))
+        guard.install(task, splice.code(task.module, task.functions, text))
     except Exception as e:
         line, statement = line_of(e.__traceback__)
         watch.found = {"line": line, "message":
