@@ -89,9 +89,7 @@ def strided(x):
         order = list(range(x.dim()))[::-1]
         turned = x.permute(order)
         return torch.stack([turned, turned], -1)[..., 0].permute(order)
-    if isinstance(x, dict):
-        return {key: strided(value) for key, value in x.items()}
-    return [strided(part) for part in x] if isinstance(x, list) else x
+    return x
 
 
 class Memory:
