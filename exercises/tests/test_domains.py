@@ -484,29 +484,16 @@ def doubt(c, V, count=3):
     return p, q, r, ids
 
 
-def after(text, rows):
-    """{text: probability}: a text completed by the rows of p that follow."""
-    found = {tuple(text): 1.0}
-    for row in rows[len(text) :]:
-        found = {(*done, t): weight * float(row[t]) for done, weight in found.items()
-                 for t in row.nonzero()[:, 0].tolist()}
-    return found
-
-
 def writes(run, tables, c, given, why=LIKELY):
-    """run(coins) -> a text for each row. Completed by p, (N, V) for each row, they have p's law."""
-    def complete(laws):
-        whole = {}
-        for outcomes, weight in laws.items():
-            wholes = [after(text, table[:n]).items()
-                      for text, (table, n) in zip(outcomes, tables, strict=True)]
-            for rows in itertools.product(*wholes):
-                key = tuple(text for text, _ in rows)
-                whole[key] = whole.get(key, 0.0) + weight * math.prod(w for _, w in rows)
-        return whole
+    """run(coins) -> a text for each row. Completed with draws from p, (N, V) for each row, they
+    have p's law."""
+    def completed(coins, texts):
+        return tuple((*text, *(int(coins.choose(row)) for row in table[len(text) : n]))
+                     for text, (table, n) in zip(texts, tables, strict=True))
 
-    want = complete({((),) * len(tables): 1.0})
-    same_chances(complete(law(run)), want, given, 1e-6 if c.type == "float32" else 1e-9, why)
+    want = law(lambda coins: completed(coins, [()] * len(tables)))
+    got = law(lambda coins: completed(coins, run(coins)))
+    same_chances(got, want, given, 1e-6 if c.type == "float32" else 1e-9, why)
 
 
 def check_verify(c, ours, theirs):
