@@ -68,7 +68,7 @@ def function(space, name):
 
 
 @cache
-def reference(name, library=True):
+def reference(name, library):
     """The library's own function of this name, which an answer replaces; or, to compare the library
     itself with, a right answer that was written differently, where there is one."""
     task = choose(name)

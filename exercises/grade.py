@@ -37,6 +37,7 @@ from exercises import domains, splice  # noqa: E402
 from exercises.tasks import TASKS, choose, file_name  # noqa: E402
 
 LIMIT = 60  # seconds for the tests of one exercise; they take two or three
+WORKERS = min(2, os.cpu_count() or 1)
 CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 
 
@@ -274,7 +275,7 @@ def main(argv=None):
         import pytest  # noqa: F401  before the processes are forked
         import torch  # noqa: F401
     verdicts = []
-    with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(WORKERS) as pool:
         for verdict in pool.map(lambda task: grade_file(task, a.out, a.seconds), tasks):
             verdicts.append(verdict)
             # after each exercise: if the server stops this process, the others count
