@@ -2,7 +2,6 @@
 (right.txt) and wrong ones (wrong.txt). check.py grades them all. And a test names a student's
 mistake by them, where a wrong answer gives just what the student's function gave."""
 import ast
-import importlib
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -47,13 +46,18 @@ def mutants(name):
         return [bare(node) for node in ast.parse(text).body
                 if getattr(node, "name", None) not in others]
 
-    library = vars(importlib.import_module(task.module.removesuffix(".py").replace("/", ".")))
     for text, why in wrong(task):
         with suppress(Exception):       # some cannot even be imported
             if why and code(text) != code(original(task)):
-                exec(splice.code(task.module, task.functions, text), space := dict(library))
-                found.append((why, function(space, name)))
+                found.append((why, function(module(task, text), name)))
     return found
+
+
+def module(task, text):
+    """The names of a task's module, with an answer in place of its functions."""
+    names = dict(vars(task.library))
+    exec(splice.code(task.module, task.functions, text), names)
+    return names
 
 
 def function(space, name):
@@ -64,11 +68,9 @@ def function(space, name):
 
 
 @cache
-def reference(name, library=True):
+def reference(name, library):
     """The library's own function of this name, which an answer replaces; or, to compare the library
     itself with, a right answer that was written differently, where there is one."""
     task = choose(name)
     text = original(task) if library or not right(task) else right(task)[0]
-    module = importlib.import_module(task.module.removesuffix(".py").replace("/", "."))
-    exec(splice.code(task.module, task.functions, text), space := dict(vars(module)))
-    return function(space, name)
+    return function(module(task, text), name)

@@ -7,7 +7,6 @@ each case of "Diagnose". So must the museum's bugs, whatever is said.
 import ast
 import copy
 import itertools
-import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -17,10 +16,9 @@ sys.path.insert(0, str(ROOT))
 
 from exercises import answers, diagnose, splice  # noqa: E402
 from exercises.cuts import change, find, read  # noqa: E402
-from exercises.grade import CONTEXT, grade  # noqa: E402
+from exercises.grade import CONTEXT, WORKERS, grade  # noqa: E402
 from exercises.tasks import TASKS  # noqa: E402
 
-WORKERS = min(2, os.cpu_count() or 1)
 MUSEUM = read(Path(__file__).with_name("museum.txt"))
 
 

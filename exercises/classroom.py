@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from exercises import diagnose, domains, museum, start  # noqa: E402
-from exercises.grade import CONTEXT, LIMIT, grade_file, only  # noqa: E402
+from exercises.grade import CONTEXT, LIMIT, WORKERS, grade_file, only  # noqa: E402
 
 POINTS = 4      # of an exercise, of the right verifier, and of the p and q that show it
 SHEET = """Which of these five verifiers is wrong? Give two distributions of as many tokens each, at
@@ -145,7 +145,7 @@ def main(argv=None):
     import pytest  # noqa: F401  before the processes are forked
     import torch  # noqa: F401
     jobs = [(path, tasks, a.key, a.seconds) for path in found]
-    with ProcessPoolExecutor(min(2, os.cpu_count() or 1), CONTEXT) as pool:
+    with ProcessPoolExecutor(WORKERS, CONTEXT) as pool:
         for n, row in enumerate(pool.map(marks, jobs)):
             if n == 0:
                 table.writerow(row)

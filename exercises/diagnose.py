@@ -31,14 +31,15 @@ COUNT = 6
 
 
 class Case(NamedTuple):
-    function: str
-    phrase: str     # the reason in its row of tests/mistakes.txt
-    why: str        # what a good answer says; shown when the line is right
+    mistake: cuts.Change    # a row of tests/mistakes.txt
+    why: str                # what a good answer says; shown when the line is right
 
 
+NAMED = {(m.scope, m.why): m for m in mistakes.MISTAKES}
 PAGE = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
-TABLE = PAGE.partition("|---")[2].splitlines()[1:]
-CASES = [Case(*map(str.strip, line.strip("|").split("|"))) for line in TABLE]
+TABLE = [line.strip("|").split("|") for line in PAGE.partition("|---")[2].splitlines()[1:]]
+CASES = [Case(NAMED[function.strip(), reason.strip()], why.strip())
+         for function, reason, why in TABLE]
 
 
 @cache
@@ -47,9 +48,9 @@ def others():
     from exercises.tasks import TASKS
 
     asked = {name for task in TASKS for name in task.functions}
-    known = {(case.function, case.phrase) for case in CASES}
-    found = [Case(m.scope, m.why, m.why) for m in mistakes.MISTAKES
-             if m.why and m.scope and m.scope not in asked and (m.scope, m.why) not in known
+    known = {case.mistake for case in CASES}
+    found = [Case(m, m.why) for m in mistakes.MISTAKES
+             if m.why and m.scope and m.scope not in asked and m not in known
              and m.file.endswith(".py") and not m.file.startswith(("lab/", "exercises/"))]
     return [case for case in found if len(mutated(case)[1]) == 1]
 
@@ -59,15 +60,10 @@ def number(n):
     return CASES[n - 1] if n <= len(CASES) else others()[n - len(CASES) - 1]
 
 
-def row(case):
-    """Its row of tests/mistakes.txt."""
-    return next(m for m in mistakes.MISTAKES if (m.scope, m.why) == (case.function, case.phrase))
-
-
 def mutated(case):
     """The lines of the function with its mistake, and the numbers, from 1, of the lines that it
     changes."""
-    m = row(case)
+    m = case.mistake
     source = (ROOT / m.file).read_text(encoding="utf-8")
     right, wrong = (cuts.bare(cuts.find(ast.parse(text), m.scope)).splitlines()
                     for text in (source, cuts.change(source, m.scope, m.old, m.new)))
@@ -80,7 +76,7 @@ def mutated(case):
 @cache
 def failure(case, most=30):
     """What the failing test prints, without paths of this machine."""
-    m = row(case)
+    m = case.mistake
     with tempfile.TemporaryDirectory(prefix="diagnose-") as made:
         mistakes.plant(m, made)
         status = mistakes.run_tests([m.shown], made, mistakes.LIMIT, ("--tb=short", "-rN"),
@@ -101,8 +97,8 @@ def show(number, case):
     """The text of one case."""
     numbered = [f"{i:3} | {line}" for i, line in enumerate(mutated(case)[0], 1)]
     return "\n".join([
-        f"Diagnose {number}: `{case.function}` of {row(case).file}. One line is wrong. Which, and "
-        "why?", "", "line: ?", "why: ?", "", *numbered, "",
+        f"Diagnose {number}: `{case.mistake.scope}` of {case.mistake.file}. One line is wrong. "
+        "Which, and why?", "", "line: ?", "why: ?", "", *numbered, "",
         "What the failing test printed:", "", *failure(case), ""])
 
 
@@ -173,7 +169,7 @@ def main(argv=None):
     files = answered(a.out)
     found = [grade(path) for path in files]
     for path, (status, comment) in zip(files, found, strict=True):
-        function = number(int(path.stem)).function
+        function = number(int(path.stem)).mistake.scope
         print(f"{path.stem}  {function:24} {status}" + f"\n      {comment}" * bool(comment))
     passed = sum(status == "passed" for status, _ in found)
     print(f"{passed} of {len(files)} passed")

@@ -83,9 +83,9 @@ def diff(e):
     return [line.rstrip() for line in difflib.ndiff(old, new) if line[0] in "+-"]
 
 
-def round_of(e, tools):
-    """run(coins) -> the text that one round writes, or some rounds, completed with draws from p to
-    as many tokens as p has rows, or to an end of text."""
+def round_of(e, tools, rounds):
+    """run(coins) -> the text that so many rounds write, completed with draws from p to as many
+    tokens as p has rows, or to an end of text."""
     sampling, eos = (e.case.get(key, default) for key, default in (("sampling", WARM), ("eos", ())))
     grammar = torch.tensor(e.case["grammar"]) if "grammar" in e.case else None
     right = to_probs(wide(e.p).log(), **sampling)                               # (N, V)
@@ -109,7 +109,7 @@ def round_of(e, tools):
 
     def once(coins):
         text = []
-        for _ in range(e.case.get("rounds", 1)):
+        for _ in range(rounds):
             text = round_after(text, coins)
         while len(text) < len(right) and not set(eos) & set(text):
             text = [*text, int(coins.choose(masked(right[len(text)], grammar, text)))]
@@ -175,14 +175,8 @@ def laws(e, tools=None):
             for rounds in (tools[e.scope], minimal.rounds))
     if e.scope == "ring_size":
         return tuple(law(partial(in_a_ring, slots)) for slots in (tools["ring_size"](2, 1), 99))
-    right, grammar = {(): 1.0}, e.case.get("grammar")
-    grammar = None if grammar is None else torch.tensor(grammar)
-    for row in to_probs(wide(e.p).log(), **e.case.get("sampling", WARM)):
-        right = {(*text, *more): weight * chance for text, weight in right.items()
-                 for more, chance in ([((), 1.0)] if set(e.case.get("eos", ())) & set(text) else
-                                      [((t,), x) for t, x
-                                       in enumerate(masked(row, grammar, text).tolist())])}
-    run = round_of(e, tools)
+    right = law(round_of(e, tools, 0))
+    run = round_of(e, tools, e.case.get("rounds", 1))
     if "points" in e.case:
         return law_by_points(run, tools["Coins"], e.case["points"]()), right
     return law(run), right

@@ -4,6 +4,7 @@ reads about it.
 There are no solutions and no stubs here, because `splice` cuts them out of the library. The texts
 are in texts.md.
 """
+import importlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,11 @@ class Task(NamedTuple):
     def text(self):
         """What is wanted, in words and a picture."""
         return TEXTS[self.name]
+
+    @property
+    def library(self):
+        """Its module, imported."""
+        return importlib.import_module(self.module.removesuffix(".py").replace("/", "."))
 
     @property
     def all_tests(self):

@@ -15,6 +15,7 @@ trace.
 import hashlib
 import json
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -55,11 +56,9 @@ def answers(source, requests):
     exec(compile(source, "wrong port", "exec"), space)  # our own source, with one line changed
     for request in requests:
         if not request["trees"]:
-            try:
+            with suppress(ArithmeticError, LookupError, StopIteration, ValueError):
                 with np.errstate(all="ignore"):
                     found[request["case"]] = space["OPS"][request["op"]](request)
-            except (ArithmeticError, LookupError, StopIteration, ValueError):
-                continue
     return found
 
 
@@ -161,13 +160,19 @@ def write_mistakes(out):
     write_lines(out / "mistakes.jsonl", lines)
 
 
+def replies(reply, cases):
+    """{number: answer} of an engine, given as a function. Where it fails there is none."""
+    found = {}
+    for case in cases:
+        for request in engine.requests_of(case):
+            with suppress(ArithmeticError, LookupError, RuntimeError):
+                found[request["case"]] = reply(request)
+    return found
+
+
 def engine_answer(case, reply=library_engine.answer):
     """What an engine, given as a function, says to a case; None where it fails."""
-    try:
-        replies = {request["case"]: reply(request) for request in engine.requests_of(case)}
-    except (ArithmeticError, LookupError, RuntimeError):
-        return None
-    return engine.said(case, replies)[0]
+    return engine.said(case, replies(reply, [case]))[0]
 
 
 def engine_margin(case):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from exercises import classroom, diagnose, museum
+from exercises import classroom, diagnose, museum, splice
 from exercises.answers import original
 from exercises.classroom import seed_of
 from exercises.tasks import choose, file_name
@@ -49,13 +49,17 @@ def test_a_class_is_graded_in_one_table(made):
     case = diagnose.answered(ada)[0]
     line = min(diagnose.right_lines(case))
     case.write_text(case.read_text().replace("line: ?", f"line: {line}"))
+    helped = splice.original("verification.py", "verify")       # by the library's `against`
+    task = choose("9")
+    (made / NAMES[1] / file_name(task)).write_text("\n".join(["import torch", *helped, ""]))
     # in a process of its own: a fork of this one holds modules of this folder's tests
-    grade = [classroom.__file__, "grade", str(made), "--key", "secret", "--only", "8", "16"]
+    grade = [classroom.__file__, "grade", str(made), "--key", "secret", "--only", "8", "9", "16"]
     out = subprocess.run([sys.executable, *grade], capture_output=True, text=True, check=True)
     first, second = csv.DictReader(io.StringIO(out.stdout))
     assert first["student"] == NAMES[0] and first["8 Coins.choose"] == "4"
     assert (first["16 alpha"], first["diagnose, lines"], first["five"]) == ("0", "1", "8")
     assert first["sum"] == "13" and second["sum"] == "0" and second["student"] == NAMES[1]
+    assert second["9 verify"] == "0", "grade.py says that `against` is out of reach"
     assert second["about five"] == "no answer"
 
 

@@ -2,12 +2,11 @@
 bounds in pairs and at inputs drawn at random (exercises/domains.py). The library itself is compared
 with a right answer that was written differently.
 
-Each function here makes the arguments of the function of that name from a case of its table. What a
-right answer may do otherwise, such as accept fewer drafts, is compared by its distribution, or by
+Each check_NAME makes the arguments of the function NAME from a case of its table. What a right
+answer may do otherwise, such as accept fewer drafts, is compared by its distribution, or by
 what it is for."""
 import copy
 import functools
-import importlib
 import inspect
 import itertools
 import math
@@ -245,14 +244,14 @@ def same_chances(got, want, given, near, why):
 # --- sitting 1
 
 
-def softcap(c, ours, theirs):
+def check_softcap(c, ours, theirs):
     x = numbers(c, *shape_of(c.shape))
     learns = c.type == "float64" and c.numbers in ("drawn", "equal", "zeros", "tiny")
     learns &= c.cap is None or not (x.abs() > 6 * c.cap).any()      # where 1 - tanh^2 is rounded
     values(c, ours, theirs, (x, c.cap), {"x": x} if learns else None)
 
 
-def rotate(c, ours, theirs):
+def check_rotate(c, ours, theirs):
     at = whole(c, 0, c.positions + 1, c.rows)
     between = shape_of(c.between)
     table = rope(at, frequencies(c.D, 10_000.0))
@@ -261,7 +260,7 @@ def rotate(c, ours, theirs):
     values(c, ours, theirs, (x, cos, sin), relative=False)
 
 
-def frequencies_(c, ours, theirs):
+def check_frequencies(c, ours, theirs):
     scaling = None
     if c.rope_type:
         scaling = {"rope_type": c.rope_type, "factor": c.factor, "low_freq_factor": c.low,
@@ -273,7 +272,7 @@ def frequencies_(c, ours, theirs):
         values(c, ours, theirs, (c.head_dim, c.theta, scaling, c.device))
 
 
-def norm_forward(c, ours, theirs):
+def check_RMSNorm_forward(c, ours, theirs):
     own = typed(c) if c.offset == 0 or c.weight == "the type of x" else typed(c, "weight")
     norm = RMSNorm(replace(LLAMA, norm_offset=c.offset, norm_eps=c.eps), c.dim).to(own)
     norm.weight.data = normal(c, c.dim).to(own)
@@ -287,7 +286,7 @@ def norm_forward(c, ours, theirs):
 # --- sitting 2
 
 
-def visible(c, ours, theirs):
+def check_visible(c, ours, theirs):
     first = torch.full((c.B,), c.first) if c.rows == "alike" else whole(c, 0, c.first + 1, c.B)
     places = torch.arange(c.T)
     tree = None
@@ -308,7 +307,7 @@ def attention_of(Hkv, G, D, kind, family):
                              **more)).to(kind).requires_grad_(False)
 
 
-def attention_forward(c, ours, theirs):
+def check_Attention_forward(c, ours, theirs):
     # one module for many cases, as in a model
     a = attention_of(c.Hkv, c.G, c.D, typed(c), c.family)
     a.scale = c.scale
@@ -342,7 +341,7 @@ def attention_forward(c, ours, theirs):
                 f"`store` called once, with {asks.of[theirs]}", f"with {asks.of[ours]}", LIKELY)
 
 
-def cache_write(c, ours, theirs):
+def check_KVCache_write(c, ours, theirs):
     at = Placement.span(c.first, c.first + c.T)
     end = c.first + c.T + c.after
     if c.at != "same":
@@ -368,7 +367,7 @@ def cache_write(c, ours, theirs):
            (c.layer, k, v, at._replace(end=end), min(c.start, end)), around=written)
 
 
-def paged_write(c, ours, theirs):
+def check_PagedCache_write(c, ours, theirs):
     """Three blocks, of which each keeps some tokens, against a cache without pages."""
     full = replace(LLAMA, n_layers=2, n_kv_heads=c.Hkv, head_dim=4)
     S = 3 * c.T + 8
@@ -401,7 +400,7 @@ def paged_write(c, ours, theirs):
 # --- sitting 3
 
 
-def to_probs_(c, ours, theirs):
+def check_to_probs(c, ours, theirs):
     logits = numbers(c, *shape_of(c.shape), c.V)
     settings = [c.temperature, c.top_k, c.top_p, c.min_p]
     if c.wrong:
@@ -434,7 +433,7 @@ class Counted(Coins):
         return wide(self.uniforms[first : self.taken]).to(device)
 
 
-def coins_choose(c, ours, theirs):
+def check_Coins_choose(c, ours, theirs):
     shape = shape_of(c.shape)
     rows = math.prod(shape)
     weights = chances(c, c.weights, *shape, c.V)
@@ -485,32 +484,19 @@ def doubt(c, V, count=3):
     return p, q, r, ids
 
 
-def after(text, rows):
-    """{text: probability}: a text completed by the rows of p that follow."""
-    found = {tuple(text): 1.0}
-    for row in rows[len(text) :]:
-        found = {(*done, t): weight * float(row[t]) for done, weight in found.items()
-                 for t in row.nonzero()[:, 0].tolist()}
-    return found
-
-
 def writes(run, tables, c, given, why=LIKELY):
-    """run(coins) -> a text for each row. Completed by p, (N, V) for each row, they have p's law."""
-    def complete(laws):
-        whole = {}
-        for outcomes, weight in laws.items():
-            wholes = [after(text, table[:n]).items()
-                      for text, (table, n) in zip(outcomes, tables, strict=True)]
-            for rows in itertools.product(*wholes):
-                key = tuple(text for text, _ in rows)
-                whole[key] = whole.get(key, 0.0) + weight * math.prod(w for _, w in rows)
-        return whole
+    """run(coins) -> a text for each row. Completed with draws from p, (N, V) for each row, they
+    have p's law."""
+    def completed(coins, texts):
+        return tuple((*text, *(int(coins.choose(row)) for row in table[len(text) : n]))
+                     for text, (table, n) in zip(texts, tables, strict=True))
 
-    want = complete({((),) * len(tables): 1.0})
-    same_chances(complete(law(run)), want, given, 1e-6 if c.type == "float32" else 1e-9, why)
+    want = law(lambda coins: completed(coins, [()] * len(tables)))
+    got = law(lambda coins: completed(coins, run(coins)))
+    same_chances(got, want, given, 1e-6 if c.type == "float32" else 1e-9, why)
 
 
-def verify(c, ours, theirs):
+def check_verify(c, ours, theirs):
     """Only one row is in doubt at one place of its draft. The others are sure of each token, and
     the draft of some goes wrong."""
     most = lengths(c, c.K)
@@ -560,7 +546,7 @@ def few(row):
 # --- sitting 4
 
 
-def chain(c, ours, theirs):
+def check_chain(c, ours, theirs):
     said = normal(c, 7, 7).to(typed(c)) * 2
     known = [[c.draw.randrange(7) for _ in range(c.draw.randint(1, 3))] for _ in range(c.B)]
     left = [c.left if b == 0 else c.draw.randint(1, 40) for b in range(c.B)]
@@ -622,7 +608,7 @@ SUBLAYERS = {"all": range(12), "the first": range(4), "without the first": range
 
 
 @torch.inference_mode()
-def self_draft(c, ours, theirs):
+def check_SelfDraft_propose(c, ours, theirs):
     m = target(c.type)
     known = [[c.draw.randrange(17) for _ in range(c.draw.randint(1, 5))] for _ in range(c.B)]
     probs = partial(to_probs, temperature=1.0) if c.B == 1 else to_probs
@@ -664,11 +650,7 @@ def self_draft(c, ours, theirs):
               f"{given}; what is handed over of row {b}", relative=False)
 
 
-def expected_tokens(c, ours, theirs):
-    values(c, ours, theirs, (c.alpha, c.gamma))
-
-
-def expected_tokens_along(c, ours, theirs):
+def check_expected_tokens_along(c, ours, theirs):
     series = []
     for i in range(c.texts):
         T = c.T if i == 0 else c.draw.randint(0, 60)
@@ -679,7 +661,7 @@ def expected_tokens_along(c, ours, theirs):
     values(c, ours, theirs, (series[::-1] if c.draw.random() < 0.5 else series, c.gamma))
 
 
-def best_gamma(c, ours, theirs):
+def check_best_gamma(c, ours, theirs):
     most = c.least + c.more
     asks = Asks()
     dear = c.alpha if c.cost == "alpha" else c.cost
@@ -701,7 +683,7 @@ def asked_alone(c, asks, ours, theirs, what):
             f"also for {asks.of[ours][:3]}", LIKELY)
 
 
-def counts_alpha(c, ours, theirs):
+def check_Counts_alpha(c, ours, theirs):
     hits = round(c.share * c.drafted)
     turns = c.drafted + c.draw.randrange(2) * (1 + c.drafted)       # some had no draft
     counts = Counts(-(-turns // 3), turns, turns + 2 * hits, c.drafted, hits, c.gamma * c.drafted,
@@ -709,14 +691,13 @@ def counts_alpha(c, ours, theirs):
     values(c, ours, theirs, (counts,))
 
 
-def numbers_of(*names):
-    """A check of a function of a few numbers."""
-    def check(c, ours, theirs):
-        values(c, ours, theirs, tuple(getattr(c, name) for name in names))
-    return check
+def check_numbers(c, ours, theirs):
+    """The axes of the domain are the arguments."""
+    names = inspect.signature(theirs).parameters
+    values(c, ours, theirs, tuple(getattr(c, name) for name in names))
 
 
-def best_bits(c, ours, theirs):
+def check_best_bits(c, ours, theirs):
     bits = c.draw.sample(range(1, 16), c.drafts)
     alphas = {b: {"zeros": 0.0, "ones": 1.0}.get(c.alphas, c.draw.random()) for b in bits}
     asks = Asks()
@@ -731,7 +712,7 @@ def best_bits(c, ours, theirs):
     asked_alone(c, asks, ours, theirs, f"pass_cost(T) for T = 2 to {c.most + 1}")
 
 
-def largest_batch(c, ours, theirs):
+def check_largest_batch(c, ours, theirs):
     costs = table_of_costs(c, 64)
     rough = {}
     asks = Asks()
@@ -751,7 +732,7 @@ def largest_batch(c, ours, theirs):
 # --- sitting 5
 
 
-def predict(c, ours, theirs):
+def check_GaussianProcess_predict(c, ours, theirs):
     groups = torch.arange(c.n) % min(c.groups, c.n)
     z = whole(c, 0, 2, c.seen, c.n).double()
     theta = [-1.0] * (int(groups.max()) + 1) + [0.3, math.log(max(c.noise, 1e-12))]
@@ -767,14 +748,14 @@ def predict(c, ours, theirs):
         promise(bool(((got - right).abs() <= near).all()), told(c, [asked]), right, got, LIKELY)
 
 
-def expected_improvement(c, ours, theirs):
+def check_expected_improvement(c, ours, theirs):
     std = torch.full((c.M,), c.deviation).to(typed(c))
     best = c.draw.uniform(-2, 2)
     values(c, ours, theirs, ((best + c.gap * std.double()).to(typed(c)), std, best),
            relative=c.type == "float64" and c.deviation > 1e-9)
 
 
-def climb(c, ours, theirs):
+def check_climb(c, ours, theirs):
     every = [tuple(bits) for bits in itertools.product((0, 1), repeat=c.n)]
     order = c.draw.sample(range(len(every)), len(every))
     worth = {bits: float(n) for bits, n in zip(every, order, strict=True)}
@@ -815,7 +796,7 @@ def climb(c, ours, theirs):
             "a set may have 60 bits: then there is no time to score all sets")
 
 
-def verify_tree(c, ours, theirs):
+def check_verify_tree(c, ours, theirs):
     """A tree that is a chain with siblings. One place is in doubt, where up to three siblings are
     drawn, and more are fixed. p depends on the depth alone, and rows after the first are sure."""
     sure = whole(c, 0, c.V, c.depth + 1)
@@ -869,7 +850,7 @@ def verify_tree(c, ours, theirs):
            f"of row 0 in doubt: p {few(p[place])}; {{texts: probability}}")
 
 
-def race_settle(c, ours, theirs):
+def check_Race_settle(c, ours, theirs):
     p = chances(c, c.p, c.B, c.T, c.V).to(typed(c))
     start = whole(c, c.position, c.position + 3, c.B if c.rows == "B" else 1, 1)
     position = start + torch.arange(c.T) + 1
@@ -884,7 +865,7 @@ def race_settle(c, ours, theirs):
 # --- sitting 6, and what engines add
 
 
-def head_loss(c, ours, theirs):
+def check_head_loss(c, ours, theirs):
     head, target = (numbers(c, c.B, c.T, c.V).clone() for _ in range(2))
     most = {"0": 0, "T": c.T}.get(str(c.length))
     length = torch.full((c.B,), most) if most is not None else whole(c, 0, c.T + 1, c.B)
@@ -900,7 +881,7 @@ def head_loss(c, ours, theirs):
            {"head": head, "target": target} if learns else None)
 
 
-def learn(c, ours, theirs):
+def check_learn(c, ours, theirs):
     length = whole(c, 0, c.K + 1, c.B)
     accepted = {"all": length, "none": length * 0}.get(
         c.accepted, (torch.rand(c.B, generator=maker(c)) * (length + 1)).long())
@@ -912,7 +893,7 @@ def learn(c, ours, theirs):
            relative=False)
 
 
-def enabled_exits(c, ours, theirs):
+def check_enabled_exits(c, ours, theirs):
     step = {"0": 0, "steps - 1": c.steps - 1, "steps": c.steps, "3 x steps": 3 * c.steps}.get(
         str(c.step), c.draw.randrange(c.steps + 1))
     case = step, c.steps, c.L
@@ -921,7 +902,7 @@ def enabled_exits(c, ours, theirs):
     values(c, ours, theirs, (*case, c.every))
 
 
-def exit_loss(c, ours, theirs):
+def check_exit_loss(c, ours, theirs):
     some = sorted(c.draw.sample(range(c.L), min(c.L, 3)))
     exits = {"the last": [c.L - 1], "the first": sorted({0, c.L - 1}),
              "all": range(min(c.L, 9))}.get(c.exits, some)
@@ -935,7 +916,7 @@ def exit_loss(c, ours, theirs):
            relative=False)
 
 
-def draw_at_exit(c, ours, theirs):
+def check_draw_at_exit(c, ours, theirs):
     logits = numbers(c, c.E, c.B, c.V)
     probs = {"greedy": to_probs, "warm": partial(to_probs, temperature=1.0),
              "cold": partial(to_probs, temperature=0.4, top_k=3)}[c.probs]
@@ -953,7 +934,7 @@ def draw_at_exit(c, ours, theirs):
     values(c, ours, theirs, (logits,), around=drawn)
 
 
-def constrain(c, ours, theirs):
+def check_constrain(c, ours, theirs):
     p = chances(c, c.p if c.p != "sum unlike 1" else "drawn", c.B, c.K + 1, c.V)
     p = p * (c.draw.choice([0.98, 1.02]) if c.p == "sum unlike 1" else 1)
     grammar = whole(c, 0, c.S, c.S, c.V)
@@ -978,11 +959,11 @@ def constrain(c, ours, theirs):
            around=lambda f: lambda *args: f(*args)[live])
 
 
-def ring_mask(c, ours, theirs):
+def check_ring_mask(c, ours, theirs):
     values(c, ours, theirs, (c.first, c.T, c.window + c.spare, c.window))
 
 
-def ring_counterexample(c, ours, theirs):
+def check_ring_counterexample(c, ours, theirs):
     run, size = ours(c.window, c.gamma), c.window + c.gamma - 1
     promise(isinstance(run, list) and all(type(n) is int and 0 <= n <= c.gamma for n in run),
             told(c, []), f"a list of numbers from 0 to {c.gamma}", f"{run!r:.80}")
@@ -991,33 +972,16 @@ def ring_counterexample(c, ours, theirs):
             "the block must overwrite a key that it reads: let the text outgrow the window")
 
 
-CHECKS = {name: check for name, check in globals().items() if name in domains.named()} | {
-    "frequencies": frequencies_, "RMSNorm.forward": norm_forward, "to_probs": to_probs_,
-    "Attention.forward": attention_forward, "KVCache.write": cache_write,
-    "PagedCache.write": paged_write,
-    "Coins.choose": coins_choose, "SelfDraft.propose": self_draft, "Counts.alpha": counts_alpha,
-    "GaussianProcess.predict": predict, "Race.settle": race_settle,
-    "draft_cost": numbers_of("plain", "seconds", "drafted", "verified"),
-    "speed": numbers_of("share", "gamma", "cost", "drafted", "verified"),
-    "break_even": numbers_of("share", "gamma", "drafted", "verified"),
-    "cost_in_bits": numbers_of("bits", "size", "bandwidth", "call", "group"),
-    "pass_seconds": numbers_of("rows", "width", "size", "cache", "bandwidth", "flops"),
-    "ring_size": numbers_of("window", "gamma")}
-
-
-def in_place(name):
-    """The function that is tested, wherever it stands."""
-    place = importlib.import_module(
-        choose(name).module.removesuffix(".py").replace("/", "."))
-    for part in name.split("."):
-        place = inspect.getattr_static(place, part)
-    return place.fget if isinstance(place, property) else place
+def check_of(name):
+    """The check above that has the name of the function; where there is none, all arguments are
+    numbers."""
+    return globals().get(f"check_{name.replace('.', '_')}", check_numbers)
 
 
 def failure(name, case, ours, theirs):
     """How two functions differ on a case, in words; None if they do not."""
     try:
-        CHECKS[name](case, ours, theirs)
+        check_of(name)(case, ours, theirs)
     except pytest.fail.Exception as e:
         return str(e)
     return None
@@ -1025,6 +989,7 @@ def failure(name, case, ours, theirs):
 
 def calm(f):
     """f, whose errors are those of bad input."""
+    @functools.wraps(f)
     def call(*args, **kwargs):
         try:
             return f(*args, **kwargs)
@@ -1049,7 +1014,8 @@ def mistake(name, ours, first):
 def test_domain(name, record_property):
     """Within its domain an answer agrees with the library."""
     own = "answer" in sys.modules       # an answer is in the library's place
-    ours, theirs = in_place(name), answers.reference(name, own)
+    ours = answers.function(vars(choose(name).library), name)
+    theirs = answers.reference(name, own)
     for n, case in enumerate(domains.cases(name)):
         said = failure(name, case, ours, theirs)
         if said and LIKELY in said:

@@ -229,7 +229,7 @@ def test_a_verdict_cannot_be_written_by_an_answer(out):
 def test_a_diagnosis_is_graded_by_its_line(tmp_path, monkeypatch):
     monkeypatch.setattr(diagnose, "failure", lambda case: ["E   it fails"])
     asked = {(task.module, name) for task in TASKS for name in task.functions}
-    assert not asked & {(diagnose.row(case).file, case.function) for case in diagnose.CASES}
+    assert not asked & {(case.mistake.file, case.mistake.scope) for case in diagnose.CASES}
     first = min(diagnose.write(tmp_path / "first").iterdir())
     (right,) = diagnose.mutated(diagnose.CASES[0])[1]
     text = first.read_text()

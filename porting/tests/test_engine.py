@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_porting import script
 from tiny import command
 
 from porting import engine, library_engine, make
-from porting.make import ENGINES, wrong_engine
+from porting.make import ENGINES, replies, wrong_engine
 
 PORTING = Path(__file__).parents[1]
 KIT = json.loads(engine.CASES.read_text(encoding="utf-8"))
@@ -107,18 +108,6 @@ def test_a_law_by_hand():
 
 
 # --- engines
-
-
-def replies(reply, cases):
-    """{case: answer} of an engine that is a function; cases at which it fails are left out."""
-    found = {}
-    for case in cases:
-        for request in engine.requests_of(case):
-            try:
-                found[request["case"]] = reply(request)
-            except (ArithmeticError, LookupError, RuntimeError):
-                continue
-    return found
 
 
 @pytest.mark.parametrize("number", range(len(ENGINES)),
@@ -219,12 +208,6 @@ def test_the_worked_example_with_transformers(call, tmp_path):
         assert status == int(not right) and ("another distribution" in out) == (not right), out
 
 
-def script(body):
-    """A command that runs the body, a Python statement, for each request `r`."""
-    return [sys.executable, "-c",
-            f"import json, sys\nfor line in sys.stdin:\n    r = json.loads(line)\n    {body}"]
-
-
 @pytest.mark.parametrize("answer, words", [
     ({"accepted": 0, "token": -1}, "token: expected a whole number from 0 to"),
     ({"accepted": True, "token": 0}, "accepted: expected a whole number from 0 to"),
@@ -233,7 +216,7 @@ def script(body):
 ])
 def test_an_answer_of_the_wrong_form_is_told_from_a_wrong_one(call, answer, words):
     status, out, _ = call("--rule", "token", *script(
-        f"print(json.dumps({{'case': r['case'], **{answer}}}))"))
+        f"print(json.dumps({{'case': case['case'], **{answer}}}))"))
     assert status == 1 and words in out and "an engine in which" not in out
 
 

@@ -10,7 +10,8 @@ import pytest
 import safetensors.torch
 import torch
 from browser import Browser, find
-from test_port_js import ENGINE, KERNELS, node
+from test_port_js import ENGINE, WITH, node
+from test_port_js import drafted as case_of
 from tiny import command
 
 import checkpoint
@@ -132,18 +133,13 @@ def test_a_taken_port_is_named_and_another_one_taken(capsys):
     assert f"taking {second.server_port} instead" in said
 
 
-@pytest.mark.parametrize("kernels", [(), (KERNELS,)], ids=["loops", "kernels"])
+@WITH
 def test_under_node_the_int8_weights_write_what_python_writes_with_them(tmp_path, kernels):
     stored = bundle.in_int8(safetensors.torch.load_file(bundle.MODEL / "model.safetensors"))
     safetensors.torch.save_file(stored, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((bundle.MODEL / "config.json").read_bytes())
     prompt = shipped(True)[1].encode("Once upon a time").ids
-    sampling = {"temperature": 0.0, "top_k": None, "top_p": None, "min_p": None}
-    drafter = {"kind": "sublayers", "gamma": 3, "sublayers": list(range(8)), "widths": []}
-    request = {"case": 1, "op": "rounds", "model": str(tmp_path), "prompts": [prompt],
-               "max_new": 40, "seed": 0, "eos": [0], "sampling": sampling, "drafter": drafter,
-               "trees": False}
-    for answer in node(ENGINE, *kernels, lines=[request]) or []:
+    for answer in node(ENGINE, *kernels, lines=[case_of(tmp_path, prompt, 4)]) or []:
         ids = [token for line in answer["rounds"] for token in line["new"][0]]
         assert ids == ids_of_python(True, blocks=4, gamma=3, most=40)
 
