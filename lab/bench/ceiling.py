@@ -7,9 +7,6 @@ the number of accepted tokens is on average the sum of their probabilities (cf. 
 Alistarh, arXiv 2512.11718). A node is always less likely than its parent, so the tree grows best
 first.
 
-Wider or deeper? Where a draft is wrong, the token that the target takes is often its second choice.
-A tree that holds this sibling keeps it, for the price of one more token in the block.
-
 Everything is scored in a few passes over texts that the model wrote itself. Nothing is drafted. The
 Teachers here hold raw logits, from which each way to sample makes its own p.
 """
@@ -18,7 +15,7 @@ from functools import partial
 
 import torch
 
-from control import MOST, acceptance_rate, best_along, expected_tokens_along, round_cost
+from control import MOST, acceptance_rate, best_along
 from kvcache import KVCache
 from lab import doctor
 from lab.bench.shared import SETS, figures, prompt_ids
@@ -44,8 +41,6 @@ DRAFTS = {"c": "{c:.2f}", "alpha, greedy": "{greedy[alpha]:.2f}", "best K": "{gr
           "promised": "{greedy[gain]:.2f}", "limit": "{greedy[limit]}",
           "alpha, T 1": "{T 1[alpha]:.2f}", "its best K": "{T 1[gamma]}",
           "it promises": "{T 1[gain]:.2f}", "its limit": "{T 1[limit]}"}
-CHOICES = {"rejected": "{rejected:.0%}", "2nd": "{2nd:.0%}", "3rd": "{3rd:.0%}", "4th": "{4th:.0%}",
-           "a chain promises": "{chain:.2f}", "with one sibling": "{sibling:.2f}"}
 CEILING = {"cost of the block": "{block:.2f}", "tokens per round, T 1": "{T 1:.2f}",
            "speed-up, T 1": "{T 1 gain:.2f}", "speed-up, greedy": "{greedy gain:.2f}"}
 
@@ -146,46 +141,15 @@ def said(teacher, exits, twin, trained):
         yield head.kind, *next(judged(head, teacher.tokens))        # its first step
 
 
-def choice(draft, target):
-    """Which choice of a draft, counted from 0, is the target's greedy token? The logits (..., V)
-    of both -> (...).
-
-    >>> choice(torch.tensor([0.1, 2.0, 1.0, 0.5]), torch.tensor([0.0, 1.0, 0.0, 3.0]))
-    tensor(2)
-    """
-    token = target.argmax(-1, keepdim=True)
-    return (draft > draft.gather(-1, token)).sum(-1)
-
-
 def scored(teacher, start, probs, exits, twin, trained):
-    """{draft: the acceptance rates along a Teacher's text, from `start` tokens on}, and {draft:
-    which of its choices the target's greedy token is}, without lookup, which makes only one."""
+    """{draft: the acceptance rates along a Teacher's text, from `start` tokens on}"""
     count = teacher.tokens.shape[1] - start + 1
     rates = {"lookup": copied(teacher, start, probs)}
-    choices = {}
     for name, draft, target in said(teacher, exits, twin, trained):
         # NaN means an overflow, which `verify` rejects
         rate = acceptance_rate(probs(target), probs(draft))[0].cpu().nan_to_num(0.0)
         rates[name] = rate[-count:]
-        choices[name] = choice(draft, target)[0, -count:].cpu()
-    return rates, choices
-
-
-def wider(choices, series, cost, block):
-    """How often the target's token is which choice of a draft, where the first is wrong, and the
-    speed-up of the best chain with the second choice beside its first token. The sibling costs a
-    place in the block and nothing to draft. Rounds are taken to start anywhere in a text. The
-    choices (N,) are from texts whose acceptance rates are the `series`; `block` is the cost of a
-    pass over a number of tokens."""
-    rejected = int((choices > 0).sum())
-    found = {name: float((choices == k).sum()) / max(rejected, 1)
-             for k, name in enumerate(("2nd", "3rd", "4th"), 1)}
-    second = float((choices == 1).double().mean())
-    found["rejected"] = rejected / len(choices)
-    found["sibling"] = max(
-        (expected_tokens_along(series, gamma) + second) / round_cost(gamma, cost, block(gamma + 2))
-        for gamma in range(1, min(MOST, max(map(len, series))) + 1))
-    return found
+    return rates
 
 
 def spread(texts, places):
@@ -217,17 +181,13 @@ def worth(a, model, tokenizer):
     for how, probs in PROBS.items():
         texts = [(Teacher(model, ids, raw), start)
                  for ids, start in written(quick, tokenizer, new, probs)]
-        rates, choices = zip(
-            *(scored(*text, probs, exits, twin, trained) for text in texts), strict=True)
+        rates = [scored(*text, probs, exits, twin, trained) for text in texts]
         for name, c in prices.items():
             series = [row[name] for row in rates]
             alpha = float(torch.cat(series).mean())
             gamma, gain = best_along(series, c, pass_cost=block)
             limit = doctor.limit([alpha] * MOST, c, block)
             drafts[name][how] = {"alpha": alpha, "gamma": gamma, "gain": gain, "limit": limit}
-            if how == "greedy" and name in choices[0]:
-                seen = torch.cat([row[name] for row in choices])
-                drafts[name]["choices"] = wider(seen, series, c, block) | {"chain": gain}
         if how != "greedy":
             for P, tokens in best_trees(spread(texts, PLACES), NODES, probs).items():
                 most[P][how] = tokens
@@ -239,11 +199,6 @@ def worth(a, model, tokenizer):
              "were halved: the rejections (alpha), the price of a drafted token (c), or what a "
              "block costs more than a token (v).", "",
              *figures(drafts.items(), DRAFTS, "draft"),
-             "Wider or deeper? Where the first token of a greedy draft is rejected, how often is "
-             "the target's token the draft's 2nd, 3rd or 4th choice? And what would its second "
-             "choice bring beside the first drafted token?", "",
-             *figures(((name, row["choices"]) for name, row in drafts.items() if "choices" in row),
-                      CHOICES, "draft"),
              "The most that any draft could bring, even one that costs nothing:", "",
              *figures(((f"any {P} tokens", row) for P, row in most.items()), CEILING, "draft")]
     return lines, {"drafts": drafts, "most": most}

@@ -56,28 +56,10 @@ def test_the_acceptance_of_a_copy_is_that_of_its_first_tokens(family):
     m = make(FAMILIES[family])
     twin = quantise(m, "int4")
     teacher = Teacher(m, PROMPTS[0], ceiling.raw)
-    rates, choices = ceiling.scored(teacher, 1, warm, {}, twin, [])
+    rates = ceiling.scored(teacher, 1, warm, {}, twin, [])
     target, draft = (model(torch.tensor([PROMPTS[0]]))[0] for model in (m, dense(twin)))
     assert rates["itself in int4"].tolist() == pytest.approx(
         torch.minimum(warm(target), warm(draft)).sum(-1).tolist())
-    order = draft.argsort(-1, descending=True)
-    want = [row.tolist().index(t) for row, t in zip(order, target.argmax(-1), strict=True)]
-    assert choices["itself in int4"].tolist() == want and max(want) > 0
-
-
-def test_a_sibling_by_hand():
-    """Of eight first tokens, five are right and two more are the second choice, so a chain of one
-    brings 1 + 5/8, and with a sibling 1 + 7/8, for the price of a block of three."""
-    choices = torch.tensor([0, 0, 1, 0, 3, 0, 1, 0])
-    series = [torch.full((8,), 5 / 8)]
-
-    def block(T):
-        return 0.7 + 0.3 * T if T <= 3 else 100.0
-
-    found = ceiling.wider(choices, series, 0.1, block)
-    assert found["rejected"] == 3 / 8
-    assert [found[name] for name in ("2nd", "3rd", "4th")] == pytest.approx([2 / 3, 0, 1 / 3])
-    assert found["sibling"] == pytest.approx((1 + 7 / 8) / (0.1 + 1.6))
 
 
 def test_check_reads_a_model_in_few_passes(call, monkeypatch):
@@ -88,5 +70,4 @@ def test_check_reads_a_model_in_few_passes(call, monkeypatch):
     monkeypatch.setattr(ceiling, "kept_costs", lambda model: (by_weights(model.c), {}))
     status, out, _ = call("check", "--model", WEIGHTS / "stories-draft")
     assert status == 0 and "| itself in int4 |" in out and "| any 16 tokens |" in out
-    assert "| with one sibling |" in out
     assert len(passes) < 320
