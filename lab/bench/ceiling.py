@@ -7,8 +7,7 @@ the number of accepted tokens is on average the sum of their probabilities (cf. 
 Alistarh, arXiv 2512.11718). A node is always less likely than its parent, so the tree grows best
 first.
 
-Everything is scored in a few passes over texts that the model wrote itself. Nothing is drafted. The
-Teachers here hold raw logits, from which each way to sample makes its own p.
+Everything is scored in a few passes over texts that the model wrote itself. Nothing is drafted.
 """
 import heapq
 from functools import partial
@@ -49,7 +48,7 @@ CEILING = {"cost of the block": "{block:.2f}", "tokens per round, T 1": "{T 1:.2
 
 
 @torch.inference_mode()
-def best_trees(spots, nodes, probs):
+def best_trees(spots, nodes):
     """{P: the expected tokens per round of the best tree of P drafted tokens}, for each P of
     `nodes`, averaged over the spots. spots: [(Teacher, n)], where a round starts after n tokens.
 
@@ -57,6 +56,7 @@ def best_trees(spots, nodes, probs):
     it sounds, because a path is short.
     """
     model = spots[0][0].model
+    probs = spots[0][0].probs
     device = model.tok.device
     most = max(nodes)
     slots = max(n for _, n in spots) + most
@@ -66,7 +66,7 @@ def best_trees(spots, nodes, probs):
     for b, (teacher, n) in enumerate(spots):
         cache.k[:, b, :, :n] = teacher.cache.k[:, 0, :, :n]
         cache.v[:, b, :, :n] = teacher.cache.v[:, 0, :, :n]
-        add_children(waiting[b], 1.0, (), probs(teacher.p[:, n - 1 : n])[0, 0], most)
+        add_children(waiting[b], 1.0, (), teacher.p[0, n - 1], most)
     first = torch.tensor([[n] for _, n in spots], device=device)
     for size in range(1, most + 1):
         paths = []
@@ -107,49 +107,34 @@ def written(model, tokenizer, new, probs):
     return [(ids + answer, len(ids)) for ids, answer in zip(prompts, answers, strict=True)]
 
 
-def raw(logits):
-    """In place of the probabilities of a Teacher."""
-    return logits
-
-
-def copied(teacher, start, probs):
+def copied(teacher, start):
     """The acceptance rate of a token that lookup copies, after each number of tokens of a Teacher's
     text, from `start` on. It is p of the token, or 0 where lookup finds nothing."""
-    p = probs(teacher.p)
     ids = teacher.tokens[0].tolist()
     lookup = Suffix(1)
-    state = State.start(teacher.model, [ids[:start]], 2, (), probs, None)
+    state = State.start(teacher.model, [ids[:start]], 2, (), teacher.probs, None)
     lookup.begin(state, {})
     rates = []
     for n in range(start, len(ids) + 1):
         state.known = [ids[:n]]
         lookup.enter(state)
         path = lookup.found(state)[0]
-        rates.append(float(p[0, n - 1, path[0]]) if path else 0.0)
+        rates.append(float(teacher.p[0, n - 1, path[0]]) if path else 0.0)
     return torch.tensor(rates).double()
 
 
 @torch.no_grad()
-def said(teacher, exits, twin, trained):
-    """(draft, its logits, the target's) for each draft. Both are (1, N, V), and of the tokens that
-    follow the last N which both have read of a Teacher's text."""
-    for name, sublayers in exits.items():
-        yield name, teacher.q(sublayers), teacher.p
-    x = twin.run(twin.embed(teacher.tokens), Placement.span(0, teacher.p.shape[1]))
-    yield "itself in int4", twin.unembed(x), teacher.p
-    for head in trained:
-        yield head.kind, *next(judged(head, teacher.tokens))        # its first step
-
-
-def scored(teacher, start, probs, exits, twin, trained):
+def scored(teacher, start, exits, twin, trained):
     """{draft: the acceptance rates along a Teacher's text, from `start` tokens on}"""
     count = teacher.tokens.shape[1] - start + 1
-    rates = {"lookup": copied(teacher, start, probs)}
-    for name, draft, target in said(teacher, exits, twin, trained):
-        # NaN means an overflow, which `verify` rejects
-        rate = acceptance_rate(probs(target), probs(draft))[0].cpu().nan_to_num(0.0)
-        rates[name] = rate[-count:]
-    return rates
+    rates = {"lookup": copied(teacher, start)}
+    rates |= {name: teacher.acceptance(sublayers) for name, sublayers in exits.items()}
+    x = twin.run(twin.embed(teacher.tokens), Placement.span(0, teacher.p.shape[1]))
+    rates["itself in int4"] = teacher.overlap(teacher.probs(twin.unembed(x)))
+    for head in trained:
+        draft, target = map(teacher.probs, next(judged(head, teacher.tokens)))  # its first step
+        rates[head.kind] = acceptance_rate(target, draft)[0].cpu().nan_to_num(0.0)
+    return {name: rate[-count:] for name, rate in rates.items()}
 
 
 def spread(texts, places):
@@ -179,9 +164,9 @@ def worth(a, model, tokenizer):
     most = {P: {"greedy": P + 1.0} for P in NODES}
     new = min(a.new, NEW)
     for how, probs in PROBS.items():
-        texts = [(Teacher(model, ids, raw), start)
+        texts = [(Teacher(model, ids, probs), start)
                  for ids, start in written(quick, tokenizer, new, probs)]
-        rates = [scored(*text, probs, exits, twin, trained) for text in texts]
+        rates = [scored(*text, exits, twin, trained) for text in texts]
         for name, c in prices.items():
             series = [row[name] for row in rates]
             alpha = float(torch.cat(series).mean())
@@ -189,7 +174,7 @@ def worth(a, model, tokenizer):
             limit = doctor.limit([alpha] * MOST, c, block)
             drafts[name][how] = {"alpha": alpha, "gamma": gamma, "gain": gain, "limit": limit}
         if how != "greedy":
-            for P, tokens in best_trees(spread(texts, PLACES), NODES, probs).items():
+            for P, tokens in best_trees(spread(texts, PLACES), NODES).items():
                 most[P][how] = tokens
     for P, tokens in most.items():
         tokens["block"] = block(P + 1)
