@@ -1,5 +1,6 @@
 """How long passes take: plain decoding compared with transformers, products of few rows compared
 with the time to read their matrices, and the parts of a pass."""
+import os
 from dataclasses import asdict
 from functools import partial
 
@@ -87,19 +88,15 @@ def run_plain(a):
             "ours": lambda: generate(model, [prompt], a.new, eos=())[0][0],
             "ours, fast": lambda: recorded()[0]}
     texts = {name: way() for name, way in ways.items()}
+    same = {name: len(os.path.commonprefix([texts["transformers"], texts[name]])) for name in ways}
     seconds = interleave(ways, a.repeats or 5)
-    rows = {name: {"rate": a.new / seconds[name], "same": agree(texts[name], texts["transformers"]),
+    rows = {name: {"rate": a.new / seconds[name], "same": same[name],
                    "ratio": seconds["transformers"] / seconds[name]} for name in ways}
     words = (f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; plain decoding, "
              f"greedy, 32-token prompt, {a.new} new tokens; medians of interleaved runs")
     columns = {"tokens/s": "{rate:.1f}", "times transformers": "{ratio:.2f}",
                "same first tokens": "{same}"}
     return page([words, "", *figures(rows.items(), columns, "way")]), {"ways": rows}
-
-
-def agree(ours, theirs):
-    """How many first tokens are the same."""
-    return next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y), len(ours))
 
 
 # --- products of few rows
