@@ -17,7 +17,7 @@ from methods.costs import by_weights
 from model import Placement, Refused
 from sampling import Coins, to_probs
 from speculative import generate, rounds
-from support.measure import by_clock, interleave
+from support.measure import CONTEXT, by_clock, interleave
 
 TEXT = ("Once upon a time there was a little girl who lived in a house near the big forest with "
         "her mother. ")
@@ -198,12 +198,12 @@ def run_costs(a):
 
 
 @torch.inference_mode()
-def around(model, repeats, first=64):
+def around(model, repeats):
     """What a token takes around its pass: the distribution, the draw, the verdict, the bookkeeping.
     {setting: (seconds around the pass, their share of a plain token)}, of rounds and passes in
     turn."""
-    ids = [i % model.c.vocab_size for i in range(first)]
-    ways = {"pass": step(model, 1, first)}
+    ids = [i % model.c.vocab_size for i in range(CONTEXT)]
+    ways = {"pass": step(model, 1, CONTEXT)}
     for name, settings in SETTINGS.items():
         steps = rounds(model, [ids], repeats + 4, None, partial(to_probs, **settings), Coins(),
                        eos=())

@@ -39,7 +39,7 @@ def test_block_verification_is_the_optimum_of_a_chain(seed, K):
 
 def test_the_optimum_of_siblings_is_the_largest_flow_from_trees_to_tokens():
     for seed in range(4):
-        p, q = pair(seed, 1)
+        p, q = pair(seed)
         graph = networkx.DiGraph()
         for first in range(3):
             graph.add_edge(first, "sink", capacity=float(p[()][first]))
