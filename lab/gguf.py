@@ -345,8 +345,8 @@ def main(argv=None):
         p.add_argument("--pre", choices=SPLITS,
                        help="how a text is cut into words, for a file that does not say")
         a = p.parse_args(argv)
-        found = read(smollm() if a.file == "smollm" else Path(a.file), a.pre)
-        model, tokenizer, texts = found
+        file = smollm() if a.file == "smollm" else Path(a.file)
+        model, tokenizer, texts = read(file, a.pre)
         save(model, a.out, tokenizer, texts)
     return cli.main(run, sys.argv[1:] if argv is None else argv)
 

@@ -126,13 +126,13 @@ def agreement(p, q, length):
 # --- random pairs
 
 
-def pair(seed, depth=4):
-    """p and q at each path of fewer than `depth` tokens. p is the softmax of normal logits, and q
+def pair(seed):
+    """p and q at each path of fewer than four tokens. p is the softmax of normal logits, and q
     the softmax of these logits with normal noise of the same size."""
     generator = torch.Generator().manual_seed(seed)
     p = {}
     q = {}
-    for length in range(depth):
+    for length in range(4):
         for path in product(range(V), repeat=length):
             logits, noise = torch.randn(2, V, generator=generator, dtype=torch.float64)
             p[path] = logits.softmax(0)

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 import generate
 from lab.bench.real import options_of
-from lab.bench.shared import kinds_of, load, page, prompts_of, table
+from lab.bench.shared import figures, kinds_of, load, page, prompts_of
 from methods.block import verify_block
 from sampling import Coins, to_probs
 from speculative import generate as write
@@ -17,6 +17,9 @@ from verification import verify
 
 GAMMAS, TEMPERATURES, SEEDS = range(2, 7), (0.8, 1.0), 4
 JUDGES = {"token by token": verify, "block": verify_block}
+COLUMNS = {"temperature": "{temperature}", "gamma": "{gamma}",
+           "tau, token by token": "{tau[token by token]:.2f}", "tau, block": "{tau[block]:.2f}",
+           "gain": "{gain:+.1%}", "speed": "{speed:.2f}"}
 
 
 @torch.inference_mode()
@@ -29,9 +32,8 @@ def run(a):
     prompts = [ids for kind in kinds_of(a) for ids in prompts_of(a, kind, tokenizer)]
     seeds = range(1 if a.quick else SEEDS)
     rows = []
-    data = []
     for line, temperature, gamma in tqdm([*product(lines, TEMPERATURES, GAMMAS)], disable=None):
-        spent = {name: [] for name in JUDGES}
+        spent = {name: torch.zeros(3).double() for name in JUDGES}  # tokens, passes, seconds
         probs = partial(to_probs, temperature=temperature)
         # A B A B, text by text
         for seed, ids, (name, judge) in product(seeds, prompts, JUDGES.items()):
@@ -39,17 +41,12 @@ def run(a):
             drafter = plans[line, gamma].make()
             (out,), passes = write(
                 model, [ids], a.new, drafter, probs, Coins(seed), verify=judge)
-            spent[name].append((len(out), passes, time.perf_counter() - start))
-        sums = {name: [sum(column) for column in zip(*runs, strict=True)]
-                for name, runs in spent.items()}
-        tau = {name: tokens / passes for name, (tokens, passes, _) in sums.items()}
+            spent[name] += torch.tensor([len(out), passes, time.perf_counter() - start])
+        tau = {name: float(tokens / passes) for name, (tokens, passes, _) in spent.items()}
         one, two = tau.values()
-        slow, fast = (tokens / seconds for tokens, _, seconds in sums.values())
-        rows.append([line, f"{temperature}", str(gamma), f"{one:.2f}", f"{two:.2f}",
-                     f"{two / one - 1:+.1%}", f"{fast / slow:.2f}"])
-        data.append({"draft": line, "temperature": temperature, "gamma": gamma, "tau": tau,
-                     "speed": fast / slow})
-    head = ["draft", "temperature", "gamma", "tau, token by token", "tau, block", "gain", "speed"]
+        slow, fast = (float(tokens / seconds) for tokens, _, seconds in spent.values())
+        rows.append({"draft": line, "temperature": temperature, "gamma": gamma, "tau": tau,
+                     "gain": two / one - 1, "speed": fast / slow})
     lines = [f"{a.model}, {a.dtype}; {len(prompts)} prompts, {a.new} tokens, {len(seeds)} seeds; "
-             f"{a.machine}", "", *table(head, rows)]
-    return page(lines), {"rows": data}
+             f"{a.machine}", "", *figures(((row["draft"], row) for row in rows), COLUMNS, "draft")]
+    return page(lines), {"rows": rows}

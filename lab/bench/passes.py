@@ -1,5 +1,6 @@
 """How long passes take: plain decoding compared with transformers, products of few rows compared
 with the time to read their matrices, and the parts of a pass."""
+import os
 from dataclasses import asdict
 from functools import partial
 
@@ -8,19 +9,24 @@ import torch.nn.functional as F
 
 import checkpoint
 from kvcache import new_cache
-from lab.bench.around import around
 from lab.bench.shared import figures, load, page, table
 from machine.exact import fast
 from machine.quant import KINDS, size
 from machine.rows import call, describe, library, multiplies
 from methods.costs import by_weights
 from model import Placement, Refused
-from speculative import generate
-from support.measure import by_clock, interleave
+from sampling import Coins, to_probs
+from speculative import generate, rounds
+from support.measure import CONTEXT, by_clock, interleave
 
 TEXT = ("Once upon a time there was a little girl who lived in a house near the big forest with "
         "her mother. ")
 ROWS = 1, 2, 3, 4, 5, 8, 16, 17, 32, 256    # of a product
+SETTINGS = {    # of to_probs
+    "greedy": {},
+    "T 0.8": {"temperature": 0.8},
+    "T 0.8, top-p 0.95": {"temperature": 0.8, "top_p": 0.95},
+    "T 0.7, top-p 0.8, top-k 20": {"temperature": 0.7, "top_p": 0.8, "top_k": 20}}
 
 
 # --- plain decoding
@@ -82,19 +88,15 @@ def run_plain(a):
             "ours": lambda: generate(model, [prompt], a.new, eos=())[0][0],
             "ours, fast": lambda: recorded()[0]}
     texts = {name: way() for name, way in ways.items()}
+    same = {name: len(os.path.commonprefix([texts["transformers"], texts[name]])) for name in ways}
     seconds = interleave(ways, a.repeats or 5)
-    rows = {name: {"rate": a.new / seconds[name], "same": agree(texts[name], texts["transformers"]),
+    rows = {name: {"rate": a.new / seconds[name], "same": same[name],
                    "ratio": seconds["transformers"] / seconds[name]} for name in ways}
     words = (f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; plain decoding, "
              f"greedy, 32-token prompt, {a.new} new tokens; medians of interleaved runs")
     columns = {"tokens/s": "{rate:.1f}", "times transformers": "{ratio:.2f}",
                "same first tokens": "{same}"}
     return page([words, "", *figures(rows.items(), columns, "way")]), {"ways": rows}
-
-
-def agree(ours, theirs):
-    """How many first tokens are the same."""
-    return next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y), len(ours))
 
 
 # --- products of few rows
@@ -111,10 +113,10 @@ def forms(weights):
     x."""
     found = {"the loop": weights}
     for kind in ("int8", "int4"):
-        for rounds, words in (False, ""), (True, ", x rounded"):
+        for rounded, words in (False, ""), (True, ", x rounded"):
             found[kind + words] = [KINDS[kind](w) for w in weights]
             for w in found[kind + words]:
-                w.rounds = rounds
+                w.rounds = rounded
     return found
 
 
@@ -193,6 +195,26 @@ def run_costs(a):
                    [["ms (share of the token)", *(f"{1e3 * s:.2f} ({part:.1%})"
                                                  for s, part in spent.values())]])
     return page(lines), {**asdict(clock), "around": spent}
+
+
+@torch.inference_mode()
+def around(model, repeats):
+    """What a token takes around its pass: the distribution, the draw, the verdict, the bookkeeping.
+    {setting: (seconds around the pass, their share of a plain token)}, of rounds and passes in
+    turn."""
+    ids = [i % model.c.vocab_size for i in range(CONTEXT)]
+    ways = {"pass": step(model, 1, CONTEXT)}
+    for name, settings in SETTINGS.items():
+        steps = rounds(model, [ids], repeats + 4, None, partial(to_probs, **settings), Coins(),
+                       eos=())
+        next(steps)     # with the prompt
+        ways[name] = partial(next, steps)
+    times = interleave(ways, repeats)
+    found = {}
+    for name in SETTINGS:
+        more = max(0.0, times[name] - times["pass"])
+        found[name] = more, more / times[name]
+    return found
 
 
 def step(model, T, at, sublayers=None):

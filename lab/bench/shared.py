@@ -45,14 +45,14 @@ class Sample(NamedTuple):
     rounds: tuple = ()      # (accepted, proposed)
 
 
-def load(a, dtype=None, folder=None):
-    """(model, tokenizer), in the dtype and from the folder of the flags unless others are given."""
-    return checkpoint.load(folder or a.model, a.device, getattr(torch, dtype or a.dtype))
+def load(a, dtype=None):
+    """(model, tokenizer), in the dtype of the flags unless another is given."""
+    return checkpoint.load(a.model, a.device, getattr(torch, dtype or a.dtype))
 
 
-def random_model(c, dtype=torch.float32, seed=0, device="cpu"):
+def random_model(c, dtype=torch.float32, device="cpu"):
     """Made where it is to stay, as a large one would not fit anywhere else."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     with torch.device("meta"):
         model = Transformer(c).requires_grad_(False).eval()
     model = model.to(dtype).to_empty(device=device)

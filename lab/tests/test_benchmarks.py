@@ -1,5 +1,6 @@
-"""The results page and the lab book tell the truth. Commands parse, links lead somewhere, the
-counts are what the code counts, and docs/papers.md says what each method reached."""
+"""The results page, the lab book and the cards of the shipped weights tell the truth. Commands
+parse, files and links exist, the counts are what the code counts, and docs/papers.md says what each
+method reached."""
 import re
 import shlex
 from pathlib import Path
@@ -18,6 +19,8 @@ BOOK = (ROOT / "lab" / "BOOK.md").read_text(encoding="utf-8")
 PARSE = {"generate.py": generate.parse, "search.py": search.parse, "-m lab.bench": bench.parse,
          "-m lab.train": train.parse, "-m lab.train_heads": train_heads.parse,
          "-m lab.spectr": [].__eq__}     # it takes no flags
+CARDS = [*(ROOT / "weights").glob("**/README.md"), ROOT / "weights" / "twin.json"]
+OWN = "DATA/", "PHASE", "runs/"     # folders of the reader's own, which the card explains
 
 
 def test_every_quoted_command_and_link_works(monkeypatch):
@@ -34,6 +37,21 @@ def test_every_quoted_command_and_link_works(monkeypatch):
     titles = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
               for title in re.findall(r"^#+ (.+)$", BOOK, re.M)]
     assert set(re.findall(r"\]\(BOOK.md#([\w-]+)\)", BENCHMARKS)) <= set(titles)
+
+
+def test_every_command_of_a_card_parses_and_names_files_that_exist(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for card in CARDS:
+        commands = re.findall(r'[`"]python (-m [\w.]+|\w+\.py) ([^`"]*)[`"]',
+                              card.read_text(encoding="utf-8"))
+        assert commands, f"{card} has none"
+        for program, flags in commands:
+            words = shlex.split(flags)
+            PARSE[program](words)
+            for flag, word in zip(["", *words], words, strict=False):
+                path = word.split("=")[0]
+                if "/" in word and flag != "--out" and not path.startswith(OWN):
+                    assert Path(path).exists(), f"{card}: {word}"
 
 
 def test_the_table_of_papers_says_what_each_reached_here():

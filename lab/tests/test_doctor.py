@@ -1,6 +1,4 @@
 """The doctor's verdicts on what users of other engines posted in public."""
-import doctest
-
 import pytest
 from tiny import command
 
@@ -142,10 +140,6 @@ def test_the_limit_and_the_break_even_point(call):
     assert "The limit is v." in out and "where alpha exceeds 0.55" in out
     out = call(LLAMA_CPP, "--cost", 2)[1]
     assert "Best K: 0." in out and "No alpha breaks even" in out
-
-
-def test_the_worked_examples():
-    assert doctest.testmod(doctor) == (0, 6)
 
 
 def test_what_is_no_line_is_refused(call, tmp_path):

@@ -16,7 +16,8 @@ from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, make, r
 from control import best_gamma
 from drafter import wanted
 from kvcache import KVCache
-from lab import clasp, gguf, hamburger, sparse, transfer
+from lab import clasp, doctor, figures, gguf, hamburger, sparse, transfer
+from lab.bench import shared
 from lab.clasp import CLaSp, KnapSpec, nearest
 from lab.hamburger import BurgerDraft, Hamburger, begins, latest, losses, write
 from lab.m2r2 import M2R2
@@ -397,8 +398,8 @@ def test_do_no_harm_estimates_by_hand():
 # --- heads and worked examples
 
 
-@pytest.mark.parametrize("module", [gguf, hamburger, sparse, transfer],
-                         ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [
+    doctor, figures, gguf, hamburger, shared, sparse, transfer], ids=lambda module: module.__name__)
 def test_examples(module):
     failed, attempted = doctest.testmod(module)
     assert attempted and not failed
