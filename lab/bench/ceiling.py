@@ -10,7 +10,6 @@ first.
 Everything is scored in a few passes over texts that the model wrote itself. Nothing is drafted.
 """
 import heapq
-import statistics
 from functools import partial
 
 import torch
@@ -25,7 +24,6 @@ from machine.exact import fast
 from machine.quant import quantise
 from methods import heads
 from methods.lookup import Suffix
-from methods.trees import rank_acceptance
 from model import Placement
 from sampling import to_probs
 from search import Teacher
@@ -38,12 +36,10 @@ EXITS = 1, 2, 4, 6      # eighths of the blocks
 NODES = 4, 8, 16
 PLACES = 32     # where the best trees are grown, spread over the texts
 NEW = 32        # tokens of each text
-GUESSES = 4     # of a draft for one place
 DRAFTS = {"c": "{c:.2f}", "alpha, greedy": "{greedy[alpha]:.2f}", "best K": "{greedy[gamma]}",
           "promised": "{greedy[gain]:.2f}", "limit": "{greedy[limit]}",
           "alpha, T 1": "{T 1[alpha]:.2f}", "its best K": "{T 1[gamma]}",
-          "it promises": "{T 1[gain]:.2f}", "its limit": "{T 1[limit]}",
-          "guesses, greedy": "{guesses}"}
+          "it promises": "{T 1[gain]:.2f}", "its limit": "{T 1[limit]}"}
 CEILING = {"cost of the block": "{block:.2f}", "tokens per round, T 1": "{T 1:.2f}",
            "speed-up, T 1": "{T 1 gain:.2f}", "speed-up, greedy": "{greedy gain:.2f}"}
 
@@ -128,29 +124,17 @@ def copied(teacher, start):
 
 
 @torch.no_grad()
-def said(teacher, exits, twin, trained):
-    """(draft, its distributions, the target's) for each draft. Both are (1, N, V), and of the
-    tokens that follow the last N which both have read of a Teacher's text."""
-    for name, sublayers in exits.items():
-        yield name, teacher.q(sublayers), teacher.p
-    x = twin.run(twin.embed(teacher.tokens), Placement.span(0, teacher.p.shape[1]))
-    yield "itself in int4", teacher.probs(twin.unembed(x)), teacher.p
-    for head in trained:
-        yield head.kind, *map(teacher.probs, next(judged(head, teacher.tokens)))  # its first step
-
-
 def scored(teacher, start, exits, twin, trained):
-    """{draft: the acceptance rates along a Teacher's text, from `start` tokens on}, and {draft: how
-    often each of its guesses is the target's likeliest token}, without lookup, which makes only
-    one. The guesses mean something where q is not cut to its best token."""
+    """{draft: the acceptance rates along a Teacher's text, from `start` tokens on}"""
     count = teacher.tokens.shape[1] - start + 1
     rates = {"lookup": copied(teacher, start)}
-    guesses = {}
-    for name, q, p in said(teacher, exits, twin, trained):
-        # NaN means an overflow, which `verify` rejects
-        rates[name] = acceptance_rate(p, q)[0].cpu().nan_to_num(0.0)[-count:]
-        guesses[name] = rank_acceptance(to_probs(p[:, -count:]), q[:, -count:], GUESSES)
-    return rates, guesses
+    rates |= {name: teacher.acceptance(sublayers) for name, sublayers in exits.items()}
+    x = twin.run(twin.embed(teacher.tokens), Placement.span(0, teacher.p.shape[1]))
+    rates["itself in int4"] = teacher.overlap(teacher.probs(twin.unembed(x)))
+    for head in trained:
+        draft, target = map(teacher.probs, next(judged(head, teacher.tokens)))  # its first step
+        rates[head.kind] = acceptance_rate(target, draft)[0].cpu().nan_to_num(0.0)
+    return {name: rate[-count:] for name, rate in rates.items()}
 
 
 def spread(texts, places):
@@ -182,8 +166,7 @@ def worth(a, model, tokenizer):
     for how, probs in PROBS.items():
         texts = [(Teacher(model, ids, probs), start)
                  for ids, start in written(quick, tokenizer, new, probs)]
-        rates, guesses = zip(
-            *(scored(*text, exits, twin, trained) for text in texts), strict=True)
+        rates = [scored(*text, exits, twin, trained) for text in texts]
         for name, c in prices.items():
             series = [row[name] for row in rates]
             alpha = float(torch.cat(series).mean())
@@ -191,9 +174,6 @@ def worth(a, model, tokenizer):
             limit = doctor.limit([alpha] * MOST, c, block)
             drafts[name][how] = {"alpha": alpha, "gamma": gamma, "gain": gain, "limit": limit}
         if how != "greedy":
-            for name in guesses[0]:
-                means = map(statistics.fmean, zip(*(row[name] for row in guesses), strict=True))
-                drafts[name]["guesses"] = " / ".join(f"{mean:.2f}" for mean in means)
             for P, tokens in best_trees(spread(texts, PLACES), NODES).items():
                 most[P][how] = tokens
     for P, tokens in most.items():
@@ -202,8 +182,7 @@ def worth(a, model, tokenizer):
     lines = [f"What drafts promise on its own answers ({new} tokens each), "
              f"in {'fast' if a.fast else 'eager'} passes. The limit is what would bring most if it "
              "were halved: the rejections (alpha), the price of a drafted token (c), or what a "
-             "block costs more than a token (v). Guesses: how often the draft's first, second, ... "
-             "choice for a place is the target's token, which siblings in a tree could use.", "",
+             "block costs more than a token (v).", "",
              *figures(drafts.items(), DRAFTS, "draft"),
              "The most that any draft could bring, even one that costs nothing:", "",
              *figures(((f"any {P} tokens", row) for P, row in most.items()), CEILING, "draft")]

@@ -56,12 +56,10 @@ def test_the_acceptance_of_a_copy_is_that_of_its_first_tokens(family):
     m = make(FAMILIES[family])
     twin = quantise(m, "int4")
     teacher = Teacher(m, PROMPTS[0], warm)
-    rates, guesses = ceiling.scored(teacher, 1, {}, twin, [])
+    rates = ceiling.scored(teacher, 1, {}, twin, [])
     target, draft = (model(torch.tensor([PROMPTS[0]]))[0] for model in (m, dense(twin)))
     assert rates["itself in int4"].tolist() == pytest.approx(
         torch.minimum(warm(target), warm(draft)).sum(-1).tolist())
-    hits = draft.argsort(-1, descending=True) == target.argmax(-1, keepdim=True)
-    assert guesses["itself in int4"] == hits.double().mean(0)[:4].tolist() and hits[:, 1:].any()
 
 
 def test_check_reads_a_model_in_few_passes(call, monkeypatch):
