@@ -3,10 +3,10 @@ draft by calibrated confidence."""
 import copy
 from dataclasses import dataclass
 
-from control import MOST, expected_tokens
+from control import MOST
 from drafter import Drafter, ModelDraft, Rule
 from layerskip import SelfDraft, early_exit
-from methods.costs import Line
+from methods.costs import Line, promise
 from methods.counts import Beta, outcomes
 from methods.heads import drafting, shorter
 from methods.lookup import DEPTH, Suffix
@@ -226,5 +226,6 @@ def candidates(model, machine, skip=None, vocab=None, heads=(), rough=None, smal
 def promised(arm, machine):
     """The highest expected speed-up of an arm, by what its rule knows so far."""
     alpha = arm.drafter.rule.acceptance.mean()
-    return max(expected_tokens(alpha, g) / (arm.cost(0, g) + machine.verify(0, 1 + g))
-               for g in range(1, 1 + arm.longest))
+    costs = [machine.verify(0, 1 + g) + (arm.cost(0, g) if g else 0.0)
+             for g in range(1 + arm.longest)]
+    return promise(costs, alpha)[0]

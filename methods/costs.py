@@ -4,10 +4,9 @@ The one thing to remember: there is one unit everywhere, a pass of the target ov
 short text. A longer text makes target and drafts dearer by what their attentions read.
 
 A `Machine` is counted by the weights that a pass reads (`by_weights`), by their bytes
-(`by_bytes`), or measured by the clock (`by_clock`, both in support/measure.py). A `Watch` corrects
-it while a text is written.
+(`by_bytes`), or measured by the clock (`by_clock`, both in support/measure.py). A `Watch`
+(methods/watch.py) corrects it while a text is written.
 """
-from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -94,66 +93,43 @@ def by_weights(c) -> Machine:
     return Machine.of(c.n_layers, attention, mlp, c.vocab_size * c.dim, slope=slope)
 
 
-# --- what the clock says
+# --- what a draft promises
 
 
-class Watch:
-    """Corrects costs by the seconds of each round. A thing, which is an arm, "wide" passes or
-    "thinking", costs what the table says times `ratio`. Plain passes are the measure, so a machine
-    that is twice as slow changes nothing, and so one round in EVERY is plain. Without a clock
-    nothing is corrected."""
-    LAST = 9        # rounds that count
-    EVERY = 32
+def promise(costs, alpha):
+    """(tokens per unit of cost, length) of the best draft. costs[g] is what a round with g drafted
+    tokens costs, each of which is accepted with probability alpha.
 
-    def __init__(self, clock=None, unit=1.0):
-        self.clock = clock      # () -> seconds
-        self.unit = unit        # the seconds of a cost of 1.0, by the table
-        self.began = 0.0
-        self.seconds = {}       # {thing: what it took lately, by what the table says}
-        self.waited = self.EVERY - 3    # rounds since a plain one
-        self.ratios = {}        # those of the things that were asked for since the last `stop`
-
-    def start(self):
-        if self.clock:
-            self.began = self.clock()
-
-    def stop(self, thing, cost=1.0):
-        """This thing took the seconds since the last `stop`."""
-        if self.clock:
-            now = self.clock()
-            taken = max(0.0, now - self.began) / (cost * self.unit)
-            self.seconds.setdefault(thing, deque(maxlen=self.LAST)).append(taken)
-            self.began = now
-            self.ratios = {}
-
-    def passed(self, cost, plain):
-        """A pass of the target ends the round."""
-        self.stop("plain" if plain else "wide", cost)
-        self.waited = 0 if plain else self.waited + 1
-
-    def due(self):
-        return self.clock and self.waited >= self.EVERY
-
-    def ratio(self, thing):
-        """The median of the last ratios. The table's word counts as much as two of them."""
-        if thing not in self.ratios:
-            self.ratios[thing] = self.median(thing)
-        return self.ratios[thing]
-
-    def median(self, thing):
-        told = 0.0 if thing == "thinking" else 1.0
-        plain = max(self.plain(), 1e-9)
-        found = [taken / plain for taken in self.seconds.get(thing, ())]
-        return middle([told, told, *found][-self.LAST :])
-
-    def plain(self):
-        """What plain passes take, as the lower median. That of wide ones counts as one of them,
-        so that the first one cannot mislead where the machine just paused."""
-        found = list(self.seconds.get("plain", ()))
-        found.append(middle(self.seconds.get("wide", found or [1.0])))
-        return sorted(found)[(len(found) - 1) // 2]
+    >>> promise([1.0, 1.5, 2.0, 4.0], 1.0)
+    (1.5, 2)
+    """
+    best = 1 / costs[0]
+    length = 0
+    tokens = 1.0
+    reach = 1.0
+    for g, cost in enumerate(costs[1:], 1):
+        reach *= alpha
+        tokens += reach
+        if tokens > best * cost:
+            best = tokens / cost
+            length = g
+    return best, length
 
 
-def middle(numbers):
-    """The median, or the larger of the two in the middle."""
-    return sorted(numbers)[len(numbers) // 2]
+def bar(costs, speed, alpha):
+    """The chance of the next token from which on it pays to draft further, as far as is best. The
+    round costs costs[0] so far, and costs[1], costs[2], ... with more tokens; `speed` is how many
+    tokens a unit of cost brings. Two more may pay where one does not, because a block of four
+    tokens can cost as much as one of three.
+
+    >>> bar([1.0, 1.75, 2.0], 1.0, 1.0), bar([1.0], 1.0, 1.0)
+    (0.5, 1.0)
+    """
+    found = 1.0
+    tokens = 0.0
+    reach = 1.0
+    for cost in costs[1:]:
+        tokens += reach
+        reach *= alpha
+        found = min(found, speed * (cost - costs[0]) / tokens)
+    return found

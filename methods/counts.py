@@ -28,6 +28,22 @@ class Beta:
         self.misses += misses
 
 
+class Shortest:
+    """Counts the tokens of the row that has written the fewest, of those that have not ended."""
+
+    def __init__(self, rows):
+        self.written = [0] * rows
+        self.least = 0
+
+    def gain(self, new):
+        """How many that row has gained by the `new` tokens of each row."""
+        self.written = [n + len(tokens) for n, tokens in zip(self.written, new, strict=True)]
+        least = min(n for n, tokens in zip(self.written, new, strict=True) if tokens)
+        gained = least - self.least
+        self.least = least
+        return gained
+
+
 def outcomes(r):
     """(drafted, accepted) of each row."""
     return list(zip(r.proposed.tolist(), r.accepted.tolist(), strict=True))

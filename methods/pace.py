@@ -16,7 +16,9 @@ from control import MOST
 from drafter import Draft, Drafter
 from layerskip import same_model
 from methods.arms import Arm, Copies, candidates
-from methods.costs import Line, Watch, between, by_weights
+from methods.costs import Line, bar, between, by_weights, promise
+from methods.counts import Shortest
+from methods.watch import Watch
 from methods.wrapper import Wrapper
 
 STAKE = 2.0     # passes that may be lost before anything is won
@@ -35,22 +37,6 @@ class Choice:
     reading: float = 0.0    # what the arm must read first in this round
     lasted: float = 0.0     # what the rounds with this arm have cost
     holds: float = 0.0      # what rounds may cost until the next choice
-
-
-class Shortest:
-    """Counts the tokens of the row that has written the fewest, of those that have not ended."""
-
-    def __init__(self, rows):
-        self.written = [0] * rows
-        self.least = 0
-
-    def gain(self, new):
-        """How many that row has gained by the `new` tokens of each row."""
-        self.written = [n + len(tokens) for n, tokens in zip(self.written, new, strict=True)]
-        least = min(n for n, tokens in zip(self.written, new, strict=True) if tokens)
-        gained = least - self.least
-        self.least = least
-        return gained
 
 
 class Pace(Wrapper):
@@ -154,9 +140,9 @@ class Pace(Wrapper):
 
     def allowed(self, arm, n):
         """What a draft of this arm may lose. It leaves enough for one token of each arm that has
-        not drafted yet, and an arm that has lost more than its share of what is left waits until
-        others have won more. Else the first one could lose all of it, and no other would be
-        tried."""
+        not drafted yet, but at most half, and an arm that has lost more than its share of what is
+        left waits until others have won more. Else the first one could lose all of it, and no other
+        would be tried."""
         if arm not in self.arms:
             return self.balance
         if arm.lost > self.balance / len(self.arms):
@@ -229,42 +215,3 @@ class Pace(Wrapper):
             if self.chosen[arm.name]:
                 said.append(f"{arm.name} {self.chosen[arm.name]}")
         return "rounds: " + ", ".join(said)
-
-
-def promise(costs, alpha):
-    """(tokens per unit of cost, length) of the best draft. costs[g] is what a round with g drafted
-    tokens costs, each of which is accepted with probability alpha.
-
-    >>> promise([1.0, 1.5, 2.0, 4.0], 1.0)
-    (1.5, 2)
-    """
-    best = 1 / costs[0]
-    length = 0
-    tokens = 1.0
-    reach = 1.0
-    for g, cost in enumerate(costs[1:], 1):
-        reach *= alpha
-        tokens += reach
-        if tokens > best * cost:
-            best = tokens / cost
-            length = g
-    return best, length
-
-
-def bar(costs, speed, alpha):
-    """The chance of the next token from which on it pays to draft further, as far as is best. The
-    round costs costs[0] so far, and costs[1], costs[2], ... with more tokens; `speed` is how many
-    tokens a unit of cost brings. Two more may pay where one does not, because a block of four
-    tokens can cost as much as one of three.
-
-    >>> bar([1.0, 1.75, 2.0], 1.0, 1.0), bar([1.0], 1.0, 1.0)
-    (0.5, 1.0)
-    """
-    found = 1.0
-    tokens = 0.0
-    reach = 1.0
-    for cost in costs[1:]:
-        tokens += reach
-        reach *= alpha
-        found = min(found, speed * (cost - costs[0]) / tokens)
-    return found

@@ -15,11 +15,12 @@ from machine.pieces import Piece
 from machine.quant import quantise
 from machine.recorded import Recorded, Session
 from machine.tapes import simulated
-from methods.arms import candidates
+from methods.arms import candidates, self_draft
 from methods.costs import Machine, by_weights
 from sampling import to_probs
 from support import measure
 from support.measure import (
+    TESTS,
     WIDTHS,
     as_measured,
     by_bytes,
@@ -135,6 +136,21 @@ def test_what_drafts_take_by_hand(models, monkeypatch):
         asks = asking < 0.01
         assert dear.drafter.rule.asks == asks
         assert dear.cost(64, 4) == pytest.approx(0.1 + 4 * (0.3 + asking * asks))
+
+
+def test_how_often_a_draft_is_right_is_measured_in_a_text_of_its_own(models):
+    """One is always right and one hardly ever, at each place. The ways to draft that are timed
+    write into one cache, so their texts are not the model's."""
+    m = models["llama"]
+    machine = by_weights(LLAMA)
+    right = self_draft("right", m, range(12), machine)
+    arms = [right, *candidates(m, machine, small=(make(LLAMA, 9), 0.1))]
+    found = measure_arms(m, arms, machine, PROMPTS[0], repeats=1)
+    assert found["right"][-1] > 0.95 and found["small model"][-1] < 0.3
+    *_, small = (as_measured(arm, found[arm.name]) for arm in arms)
+    rate = small.drafter.rule.acceptance
+    assert rate.mean() == pytest.approx(found["small model"][-1])
+    assert rate.hits + rate.misses == TESTS
 
 
 def test_other_machines_models_and_types_have_other_tables(monkeypatch):

@@ -40,9 +40,9 @@ from methods.arms import (
     smaller,
 )
 from methods.costs import Line, Machine, by_weights
-from methods.counts import Beta
+from methods.counts import Beta, Shortest
 from methods.heads import Eagle, Kangaroo, Medusa, Prophet
-from methods.pace import OVERHEAD, RISK, STAKE, Choice, Pace, Shortest, promise
+from methods.pace import OVERHEAD, RISK, STAKE, Choice, Pace, promise
 from methods.standin import ShortHead
 from model import StandIn
 from sampling import Coins, to_probs
