@@ -136,11 +136,12 @@ figure
 # with nothing accepted, so the balance never falls below zero. That *is* the guarantee, in one
 # line: *cost <= stake + 1.005 times what plain decoding of the same tokens costs*. By the clock, it
 # holds as far as the costs are right, and two rounds with a draft are enough to correct its cost.
-# One round in sixteen is plain, so that the clock also says what a pass takes without a draft.
+# One round in thirty-two is plain, so that the clock also says what a pass takes without a draft.
 #
 # The stake belongs to all ways of drafting. If the first one could lose all of it, the others would
-# never be tried. So a draft leaves enough for one token of each that has not drafted yet, and a way
-# that has lost more than its share of what is left waits until others have won more.
+# never be tried. So a draft leaves enough for one token of each that has not drafted yet, though at
+# most half of the balance, and a way that has lost more than its share of what is left waits until
+# others have won more.
 #
 # Here is one round, worked through. A draft costs 0.2 passes per token, seven of ten of its tokens
 # are accepted, and a block costs what one token costs.
