@@ -167,7 +167,7 @@ def test_other_shapes(name):
     got, want = (KVCache(model.c, 2, 12, torch.float32) for _ in range(2))
     for at in Placement.span(0, 5), Placement.span(5, 10):
         y = fast.run(x, at, got)
-        assert (y - model.run(x, at, want)).abs().max() < 1e-4
+        assert torch.allclose(y, model.run(x, at, want), atol=1e-4)     # numbers up to 40
         assert torch.allclose(fast.unembed(y), model.unembed(y), atol=1e-4)
     assert fast.replays()
     assert torch.allclose(got.k, want.k, atol=1e-4) and torch.allclose(got.v, want.v, atol=1e-4)
