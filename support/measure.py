@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -41,6 +42,14 @@ STORY = """Once upon a time there was a little girl who lived with her brother i
 the sea. Every morning they walked along the beach and looked for shells. One day they found a box
 in the sand. It was old and heavy, and it was locked. "What do you think is in it?" asked the girl.
 """     # which any language model can continue
+
+
+class Measured(NamedTuple):
+    """What was measured of an Arm."""
+    once: float     # what a draft costs, whatever its length
+    each: float     # what each of its tokens costs
+    asking: float   # what it costs to ask its rule after a token
+    alpha: float    # how often a drafted token is accepted
 
 
 @torch.inference_mode()
@@ -137,9 +146,8 @@ class Given(Drafter):
 
 
 def measure_arms(model, arms, machine, text, probs=to_probs, rows=1, repeats=5, limit=math.inf):
-    """{the name of each arm: what a draft costs once, what each of its tokens costs, what it costs
-    to ask its rule after a token, and how often a drafted token is accepted}. All of it is measured
-    in whole rounds that continue a text (its ids), with drafts of one and of up to four tokens."""
+    """{the name of each arm: what was Measured}, in whole rounds that continue a text (its ids),
+    with drafts of one and of up to four tokens."""
     most = min(CONTEXT, model.c.max_len // 4)
     new = 3 * most
     ids = [list(text[:most])] * rows
@@ -169,7 +177,7 @@ def measure_arms(model, arms, machine, text, probs=to_probs, rows=1, repeats=5, 
         asking = max(0.0, (took["asked"] - took["most"]) / most)
         # trap: above, all write into one cache, so what they accept there means nothing
         alpha = acceptance(begin(arm.alone(most)), limit / len(arms))
-        found[arm.name] = max(0.0, one - each), each, asking, alpha
+        found[arm.name] = Measured(max(0.0, one - each), each, asking, alpha)
     return found
 
 
@@ -189,13 +197,12 @@ def acceptance(steps, seconds):
 def as_measured(arm, measured):
     """The Arm with the costs and the acceptance rate that were measured. A rule that takes long to
     ask is not asked."""
-    once, each, asking, alpha = measured
-    rule = Calibrated(gamma=arm.longest, prior=alpha, tests=TESTS)
-    rule.asks = asking <= OVERHEAD
+    rule = Calibrated(gamma=arm.longest, prior=measured.alpha, tests=TESTS)
+    rule.asks = measured.asking <= OVERHEAD
     arm.drafter.rule = rule
-    asked = asking * rule.asks
-    start = max(0.0, each + asked - CONTEXT * arm.each.slope)
-    return replace(arm, once=once, each=arm.each._replace(start=start))
+    asked = measured.asking * rule.asks
+    start = max(0.0, measured.each + asked - CONTEXT * arm.each.slope)
+    return replace(arm, once=measured.once, each=arm.each._replace(start=start))
 
 
 @torch.inference_mode()
@@ -251,14 +258,15 @@ def read_machine(path, c):
 def kept_costs(model, arms=(), text=(0,), probs=to_probs, rows=1, settings=()):
     """(the Machine of this model here in seconds, what `measure_arms` finds), measured if no valid
     tables are kept for the same arms, rows and `settings`, which say what `probs` does."""
-    facts = (type(model).__name__, tuple(Machine.__dataclass_fields__), rows, settings,
-             [(arm.name, arm.each) for arm in arms])
+    facts = (type(model).__name__, tuple(Machine.__dataclass_fields__), Measured._fields, rows,
+             settings, [(arm.name, arm.each) for arm in arms])
     path = cache_file(f"costs-{identity(model, *facts)}.json")
     if kept := read_beside(path, read_costs, model.c, [arm.name for arm in arms]):
         return kept
     if size(model.blocks) >= LARGE:
-        note("costs", f"measuring what passes and drafts take, about {2 * SECONDS:.0f} seconds; it "
-                      "is kept for later runs, which correct it as they go")
+        note("costs", "measuring what passes and drafts take and how often drafts are right, about "
+                      f"{3 * SECONDS:.0f} seconds; it is kept for later runs, which correct it as "
+                      "they go")
     machine = by_clock(model, probs, rows, repeats=30, limit=SECONDS)
     found = measure_arms(model, arms, machine, text, probs, rows, limit=SECONDS)
     try:
@@ -274,8 +282,7 @@ def read_costs(path, c, names):
     found = {}
     with guarded(f"{path}: not the costs of these drafts"):
         for name, numbers in read_json(Path(path))["arms"].items():
-            once, each, asking, alpha = map(float, numbers)
-            found[name] = once, each, asking, alpha
+            found[name] = Measured(*map(float, numbers))
         if sorted(found) != sorted(names):
             raise Refused(f"expected {', '.join(names)}")
     return read_machine(path, c), found

@@ -17,7 +17,7 @@ from lab.save import save, save_head
 from machine.quant import Int4
 from methods import heads
 from support import auto
-from support.measure import by_bytes
+from support.measure import Measured, by_bytes
 
 call = command(generate.main)
 
@@ -65,7 +65,7 @@ def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, arms, storie
 
 def unmeasured(model, arms, *how):
     """The costs counted in bytes as if they had been measured, and drafts at .4 of a pass."""
-    return by_bytes(model), {arm.name: (0.0, 0.4, 0.0, 0.5) for arm in arms}
+    return by_bytes(model), {arm.name: Measured(0.0, 0.4, 0.0, 0.5) for arm in arms}
 
 
 def test_the_model_in_few_bits_is_a_candidate(arms, stories, tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from support import measure
 from support.measure import (
     TESTS,
     WIDTHS,
+    Measured,
     as_measured,
     by_bytes,
     by_clock,
@@ -46,7 +47,7 @@ def measured(monkeypatch, tmp_path):
 
     monkeypatch.setattr(measure, "by_clock", another)
     monkeypatch.setattr(measure, "measure_arms", lambda model, arms, *how, **more: {
-        arm.name: (0.0, 0.1 * len(machines), 0.01, 0.5) for arm in arms})
+        arm.name: Measured(0.0, 0.1 * len(machines), 0.01, 0.5) for arm in arms})
     return machines
 
 
@@ -132,7 +133,7 @@ def test_what_drafts_take_by_hand(models, monkeypatch):
     *found, alpha = measure_arms(models["llama"], [arm], m, [0] * 64)[arm.name]
     assert found == pytest.approx([0.1, 0.3, 0.05])
     for asking in (0.05, 0.001):
-        dear = as_measured(arm, (0.1, 0.3, asking, alpha))
+        dear = as_measured(arm, Measured(0.1, 0.3, asking, alpha))
         asks = asking < 0.01
         assert dear.drafter.rule.asks == asks
         assert dear.cost(64, 4) == pytest.approx(0.1 + 4 * (0.3 + asking * asks))

@@ -47,7 +47,7 @@ from methods.standin import ShortHead
 from model import StandIn
 from sampling import Coins, to_probs
 from speculative import generate, rounds
-from support.measure import as_measured
+from support.measure import Measured, as_measured
 
 SKIP = without(6, attn=[1, 4], mlp=[2])
 IDS = [4, 9, 0, 2, 16, 3]
@@ -320,7 +320,7 @@ def test_a_rule_that_takes_long_is_not_asked():
     asked = []
     for asking in 0.5 * OVERHEAD, 2 * OVERHEAD:
         arm = Arm("right", ModelDraft(TARGET, Calibrated()), Line(0.2))
-        arm = as_measured(arm, (0.0, 0.2, asking, 0.6))
+        arm = as_measured(arm, Measured(0.0, 0.2, asking, 0.6))
         rule = arm.drafter.rule
         assert rule.acceptance.mean() == 0.6
         ask = rule.unlikely
