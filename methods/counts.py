@@ -15,9 +15,9 @@ class Beta:
         return (self.hits + 2 * self.prior) / (self.hits + self.misses + 2)
 
     def high(self):
-        """An optimistic estimate, one and a half standard deviations above the mean, at most 1."""
+        """An optimistic estimate, one standard deviation above the mean and at most 1."""
         mean = self.mean()
-        return min(1.0, mean + 1.5 * (mean * (1 - mean) / (self.hits + self.misses + 3)) ** 0.5)
+        return min(1.0, mean + (mean * (1 - mean) / (self.hits + self.misses + 3)) ** 0.5)
 
     def fade(self, factor):
         self.hits *= factor

@@ -45,10 +45,10 @@ print(f"{L} blocks; the prompt has {len(prompt)} tokens")
 # clock, and corrects it after every round. Alpha of suffix decoding can be counted in
 # every round: compare what it would have copied with what was written. Alpha of everything else
 # comes from its own drafts, so for a drafter that is seldom used it is uncertain. Pace takes it to
-# be one and a half standard deviations above its mean, so it tries what it knows little about, and
-# its old counts fade, so it tries again what failed long ago. (`generate.py --fast` measures alpha
-# as well, in a short story, so its first guess is a good one.) If nothing is at least 5 % faster
-# than plain decoding, Pace drafts nothing.
+# be one standard deviation above its mean, so it tries what it knows little about, and its old
+# counts fade, so it tries again what failed long ago. (`generate.py --fast` measures alpha as well,
+# in a short story, so its first guess is a good one.) If nothing is at least 5 % faster than plain
+# decoding, Pace drafts nothing.
 #
 # We give it a stream of prompts whose kind changes: two stories, two dialogues, two maths problems,
 # two pieces of code, and then all four kinds again.

@@ -47,7 +47,7 @@ def test_confidence_is_that_in_the_drawn_token_in_float32():
 def test_what_is_known_beforehand_counts_as_two_drafts():
     assert Beta(2, 1).mean() == 3 / 5, "Laplace's rule of succession"
     assert Beta(prior=0.8).mean() == 0.8 and Beta(1, 1, 0.8).mean() == pytest.approx(2.6 / 4)
-    assert Beta(1, 1, 0.8).high() == pytest.approx(0.65 + 1.5 * (0.65 * 0.35 / 5) ** 0.5)
+    assert Beta(1, 1, 0.8).high() == pytest.approx(0.65 + (0.65 * 0.35 / 5) ** 0.5)
     assert Beta(prior=0.8).high() == 1.0, "and no more than always"
 
 
