@@ -15,7 +15,7 @@ from methods.standin import VOCAB, read_vocab
 from sampling import to_probs
 from support.files import read_beside
 from support.flags import Plan, processes
-from support.measure import LARGE, STORY, as_measured, by_bytes, kept_costs
+from support.measure import LARGE, OPENINGS, as_measured, by_bytes, kept_costs
 from support.skips import read_skip
 
 
@@ -62,9 +62,9 @@ def auto(options, model, tokenizer):
         clock = time.perf_counter
         settings = options.sampling()
         probs = partial(to_probs, **settings)
-        text = encode(tokenizer, STORY, model.c.bos)
+        texts = [encode(tokenizer, text, model.c.bos) for text in OPENINGS]
         machine, table = kept_costs(
-            model, arms(), text, probs, options.rows, tuple(settings.items()))
+            model, arms(), texts, probs, options.rows, tuple(settings.items()))
 
     def build(most):
         return Pace(model, arms(), machine, most, clock)

@@ -36,12 +36,19 @@ WIDTHS = 1, 2, 3, 4, 5, 8, 9, 13, MOST + 1      # of the blocks that are measure
 SECONDS = 3.0       # for a measurement that a run has to wait for
 LARGE = 64e6        # bytes of a model's blocks from which on it takes long to measure
 CONTEXT = 64        # tokens before the one whose cost is measured
-ROUNDS = 8          # in which an acceptance rate is measured
+ROUNDS = 4          # at least, in which an acceptance rate is measured in each of these texts
+AFTER = 32          # tokens at most: a small model soon repeats itself
 TESTS = 8           # that a measured acceptance rate counts for: a text may be of another kind
-STORY = """Once upon a time there was a little girl who lived with her brother in a small house by
-the sea. Every morning they walked along the beach and looked for shells. One day they found a box
-in the sand. It was old and heavy, and it was locked. "What do you think is in it?" asked the girl.
-"""     # which any language model can continue
+OPENINGS = """Once upon a time there was a little girl who lived with her brother in a small house
+by the sea. Every morning they walked along the beach and looked for shells. One day they found a
+box in the sand. It was old and heavy, and it was locked. "What do you think is in it?" asked the
+girl.
+""", """Question: Why do the leaves of many trees turn red or yellow in autumn before they fall?
+Explain it in a few sentences, so that a child can understand it.
+
+Answer:""", '''def mean(numbers):
+    """The average of a list of numbers, or None if the list is empty."""
+'''
 
 
 class Measured(NamedTuple):
@@ -145,17 +152,18 @@ class Given(Drafter):
         return Draft(drafted, None, state.send([self.length] * rows))
 
 
-def measure_arms(model, arms, machine, text, probs=to_probs, rows=1, repeats=5, limit=math.inf):
-    """{the name of each arm: what was Measured}, in whole rounds that continue a text (its ids),
-    with drafts of one and of up to four tokens."""
+def measure_arms(model, arms, machine, texts, probs=to_probs, rows=1, repeats=5, limit=math.inf):
+    """{the name of each arm: what was Measured}, in whole rounds that continue the first of some
+    texts (their ids), with drafts of one and of up to four tokens; and how often they are right in
+    all of them."""
     most = min(CONTEXT, model.c.max_len // 4)
+    texts = [list(text[:most]) for text in texts]
+    n = len(texts[0])
     new = 3 * most
-    ids = [list(text[:most])] * rows
-    n = len(ids[0])
-    cache = new_cache(model, rows, n + new + SPARE)
+    cache = new_cache(model, rows, most + new + SPARE)
 
-    def begin(drafter):
-        return rounds(model, ids, new, drafter, probs, eos=(), cache=cache)
+    def begin(drafter, text=texts[0], new=new):
+        return rounds(model, [text] * rows, new, drafter, probs, eos=(), cache=cache)
 
     far = {arm.name: min(4, arm.longest) for arm in arms}
     ways = {"plain": partial(next, begin(None))}
@@ -176,21 +184,23 @@ def measure_arms(model, arms, machine, text, probs=to_probs, rows=1, repeats=5, 
         each = max(0.0, took["most"] - machine.verify(n, 1 + most) - one) / max(1, most - 1)
         asking = max(0.0, (took["asked"] - took["most"]) / most)
         # trap: above, all write into one cache, so what they accept there means nothing
-        alpha = acceptance(begin(arm.alone(most)), limit / len(arms))
+        runs = [begin(arm.alone(most), text, AFTER) for text in texts]
+        alpha = acceptance(runs, limit / len(arms))
         found[arm.name] = Measured(max(0.0, one - each), each, asking, alpha)
     return found
 
 
-def acceptance(steps, seconds):
-    """How often a drafted token is accepted in these rounds, as far as they come in some seconds,
-    but in at least ROUNDS."""
+def acceptance(runs, seconds):
+    """How often a drafted token is accepted in some runs of `rounds`, each of which ends early, but
+    not before ROUNDS, after its share of the seconds."""
     rate = Beta()
-    begun = time.perf_counter()
-    for i, (_, r) in enumerate(steps, 1):
-        for drafted, kept in outcomes(r):
-            rate.add(kept, min(1, drafted - kept))
-        if i >= ROUNDS and time.perf_counter() > begun + seconds:
-            break
+    for steps in runs:
+        begun = time.perf_counter()
+        for i, (_, r) in enumerate(steps, 1):
+            for drafted, kept in outcomes(r):
+                rate.add(kept, min(1, drafted - kept))
+            if i >= ROUNDS and time.perf_counter() > begun + seconds / len(runs):
+                break
     return rate.mean()
 
 
@@ -255,7 +265,7 @@ def read_machine(path, c):
         return replace(machine, unit=machine.unit * unit)
 
 
-def kept_costs(model, arms=(), text=(0,), probs=to_probs, rows=1, settings=()):
+def kept_costs(model, arms=(), texts=((0,),), probs=to_probs, rows=1, settings=()):
     """(the Machine of this model here in seconds, what `measure_arms` finds), measured if no valid
     tables are kept for the same arms, rows and `settings`, which say what `probs` does."""
     facts = (type(model).__name__, tuple(Machine.__dataclass_fields__), Measured._fields, rows,
@@ -268,7 +278,7 @@ def kept_costs(model, arms=(), text=(0,), probs=to_probs, rows=1, settings=()):
                       f"{3 * SECONDS:.0f} seconds; it is kept for later runs, which correct it as "
                       "they go")
     machine = by_clock(model, probs, rows, repeats=30, limit=SECONDS)
-    found = measure_arms(model, arms, machine, text, probs, rows, limit=SECONDS)
+    found = measure_arms(model, arms, machine, texts, probs, rows, limit=SECONDS)
     try:
         keep(path, json.dumps(asdict(machine) | {"arms": found}).encode())
     except OSError as e:

@@ -48,7 +48,8 @@ def test_auto_is_never_far_below_the_best(damp, T, monkeypatch):
 
         m = Recorded(world(damp), Session([timed], pytest.fail))
         machine = by_clock(m, repeats=3)
-        table = measure_arms(m, candidates(m, machine), machine, list(range(16)))
+        openings = [[(i * step) % 17 for i in range(16)] for step in (1, 3, 5)]
+        table = measure_arms(m, candidates(m, machine), machine, openings)
 
         def auto():
             arms = [as_measured(arm, table[arm.name]) for arm in candidates(m, machine)]

@@ -117,7 +117,7 @@ def test_a_real_measurement(models, rows):
     seen.clear()
     ends = make(replace(models["gemma2"].c, eos=tuple(range(17))))      # any token ends a text
     arms = candidates(ends, m)
-    found = measure_arms(ends, arms, m, PROMPTS[0], probs, rows, repeats=1)
+    found = measure_arms(ends, arms, m, PROMPTS, probs, rows, repeats=1)
     assert set(seen) == {rows} and [*found] == [arm.name for arm in arms]
     assert all(min(numbers) >= 0 for numbers in found.values())
 
@@ -130,7 +130,7 @@ def test_what_drafts_take_by_hand(models, monkeypatch):
     times = {"plain": 2.0, (arm.name, "one"): 2 * (1.1 + 0.4), (arm.name, "most"): 2 * (1.4 + 1.3),
              (arm.name, "asked"): 2 * (1.4 + 1.5)}
     monkeypatch.setattr(measure, "interleave", lambda *_: times)
-    *found, alpha = measure_arms(models["llama"], [arm], m, [0] * 64)[arm.name]
+    *found, alpha = measure_arms(models["llama"], [arm], m, [[0] * 64])[arm.name]
     assert found == pytest.approx([0.1, 0.3, 0.05])
     for asking in (0.05, 0.001):
         dear = as_measured(arm, Measured(0.1, 0.3, asking, alpha))
@@ -146,7 +146,7 @@ def test_how_often_a_draft_is_right_is_measured_in_a_text_of_its_own(models):
     machine = by_weights(LLAMA)
     right = self_draft("right", m, range(12), machine)
     arms = [right, *candidates(m, machine, small=(make(LLAMA, 9), 0.1))]
-    found = measure_arms(m, arms, machine, PROMPTS[0], repeats=1)
+    found = measure_arms(m, arms, machine, PROMPTS, repeats=1)
     assert found["right"][-1] > 0.95 and found["small model"][-1] < 0.3
     *_, small = (as_measured(arm, found[arm.name]) for arm in arms)
     rate = small.drafter.rule.acceptance
