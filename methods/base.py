@@ -112,24 +112,26 @@ class Notes:
     def __init__(self, head, state, trace):
         same_model(head.model, state)
         self.head = head
+        self.state = state
         x = head.tapped(trace)                                                  # (B, T, taps * dim)
         B, T, dim = x.shape
         self.rows = torch.arange(B, device=x.device)[:, None]                   # (B, 1)
         self.noted = x.new_zeros(B, state.tokens.shape[1], dim)                 # (B, S, taps * dim)
         self.noted[:, :T] = x
-        self.waiting = []       # (states, their first slots) of the rounds since the last draft
+        self.waiting = []       # the trace, n and new tokens of the rounds since the last draft
 
     def observe(self, state, r):
         # trap: within `Then`, r.accepted counts only this drafter's part
-        first = state.n - 1 - state.send([len(row) for row in r.new])           # (B,)
-        self.waiting.append((self.head.tapped(r.trace), first))                 # (B, K+1, ...)
+        self.waiting.append((r.trace, state.n, [len(row) for row in r.new]))
 
     @torch.inference_mode()
     def note(self):
         """Write what is waiting to its slots. It is only done for a draft, because another drafter
         may draft in most rounds."""
-        for x, first in self.waiting:
-            slots = first[:, None] + torch.arange(x.shape[1], device=first.device)
+        for trace, n, lengths in self.waiting:
+            x = self.head.tapped(trace)                                     # (B, K+1, taps * dim)
+            first = n - 1 - self.state.send(lengths)                            # (B,)
+            slots = first[:, None] + torch.arange(x.shape[1], device=n.device)
             slots.clamp_(max=self.noted.shape[1] - 1)   # a row near its limit overshoots
             self.noted[self.rows, slots] = x    # `scatter_` takes eight times as long
         self.waiting = []

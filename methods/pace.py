@@ -21,7 +21,7 @@ from methods.counts import Shortest
 from methods.watch import Watch
 from methods.wrapper import Wrapper
 
-STAKE = 2.0     # passes that may be lost before anything is won
+STAKE = 4.0     # passes that may be lost before anything is won
 RISK = 0.005    # what exploring may cost, as a share of plain decoding
 MARGIN = 0.05   # an arm must promise this much more than plain decoding
 EARLIER = 8     # tests that all earlier texts count for
@@ -104,13 +104,13 @@ class Pace(Wrapper):
         n = max(state.lengths)
         room = min(self.most, max(state.room))
         last = self.choice
-        thinking = self.watch.ratio("thinking")
-        if last.holds > 0 or thinking > self.balance:
+        if last.holds > 0 or self.watch.ratio("thinking") > self.balance:
             arm = self.nothing if last.arm is self.copies else last.arm
             self.choice = self.offer(arm, n, min(room, len(last.costs) - 1))
             self.choice.lasted = last.lasted
             self.choice.holds = last.holds
             return
+        thinking = self.watch.ratio("thinking")
         self.copies.look(state)
         self.choice = self.choose(n, room, thinking)
         if self.choice.arm is last.arm is not self.copies:
@@ -132,25 +132,21 @@ class Pace(Wrapper):
     def offer(self, arm, n, most, thinking=0.0):
         """The Choice of an arm, with as many of these tokens as the balance covers if nothing is
         accepted."""
+        if most == 0:   # nothing to decide, in most rounds where no draft gains
+            return Choice(arm, [self.machine.verify(n)], thinking)
         plain, *costs = self.costs(arm, n, most)
         reading = self.watch.ratio(arm) * arm.catch_up()
-        spare = self.allowed(arm, n) + plain - thinking - reading
+        spare = self.allowed(arm) + plain - thinking - reading
         covered = takewhile(lambda cost: cost <= spare, costs)
         return Choice(arm, [plain, *covered], thinking, reading)
 
-    def allowed(self, arm, n):
-        """What a draft of this arm may lose. It leaves enough for one token of each arm that has
-        not drafted yet, but at most half, and an arm that has lost more than its share of what is
-        left waits until others have won more. Else the first one could lose all of it, and no other
-        would be tried."""
-        if arm not in self.arms:
-            return self.balance
-        if arm.lost > self.balance / len(self.arms):
+    def allowed(self, arm):
+        """What a draft of this arm may lose, at most half of the balance. Else the first bad drafts
+        could lose all of it, and no other arm would be tried. For the same reason an arm that has
+        lost more than its share of what is left waits until others have won more."""
+        if arm in self.arms and arm.lost > self.balance / len(self.arms):
             return 0.0
-        waiting = [other for other in self.arms if other is not arm and not self.chosen[other.name]]
-        further = self.machine.verify(n, 2) - self.machine.verify(n)
-        reserve = sum(other.cost(n, 1) + further for other in waiting)
-        return self.balance - min(reserve, self.balance / 2)
+        return self.balance / 2
 
     def choose(self, n, room, thinking):
         """The Choice that promises most, if that is more than MARGIN above plain decoding. Catching

@@ -130,7 +130,7 @@ figure
 # ## What it may lose
 #
 # A draft can fail. But its cost is known before the round: each drafted token costs c, and their
-# number is fixed by then. Pace keeps a balance. It starts at two passes, the *stake*. Each written
+# number is fixed by then. Pace keeps a balance. It starts at four passes, the *stake*. Each written
 # token adds one pass, which is what it would have cost without drafting, and half a percent more.
 # Each round subtracts what it costs. A round begins only if the balance covers what it would lose
 # with nothing accepted, so the balance never falls below zero. That *is* the guarantee, in one
@@ -139,9 +139,8 @@ figure
 # One round in thirty-two is plain, so that the clock also says what a pass takes without a draft.
 #
 # The stake belongs to all ways of drafting. If the first one could lose all of it, the others would
-# never be tried. So a draft leaves enough for one token of each that has not drafted yet, though at
-# most half of the balance, and a way that has lost more than its share of what is left waits until
-# others have won more.
+# never be tried. So a draft may lose at most half of the balance, and a way that has lost more than
+# its share of what is left waits until others have won more.
 #
 # Here is one round, worked through. A draft costs 0.2 passes per token, seven of ten of its tokens
 # are accepted, and a block costs what one token costs.
@@ -161,8 +160,8 @@ for g in (1, 2, 3, 4):
           f"{tokens / offers[g]:.2f} per pass")
 speed, g = promise(offers, alpha)
 assert g == 3 and round(speed, 2) == 1.58
-print(f"so it drafts {g}, which promises {speed:.2f}; the most that the balance covers is "
-      f"{max(k for k, cost in enumerate(offers) if cost - 1 <= balance)}")
+print(f"so it drafts {g}, which promises {speed:.2f}; the most that half of the balance covers is "
+      f"{max(k for k, cost in enumerate(offers) if cost - 1 <= balance / 2)}")
 for accepted in (0, 3):
     after = balance + (1 + RISK) * (1 + accepted) - offers[g]
     print(f"{accepted} accepted: the balance is then {balance:.3f} + {1 + RISK} x {1 + accepted} "

@@ -257,7 +257,7 @@ def test_a_slower_machine_changes_nothing():
     ((1 + Beta().high()) / 1.04 - 1, 0.5, 1, 0), ((1 + Beta().high()) / 1.06 - 1, 0.5, 1, 1),
     (0.25, 1.0, 16, 8), (0.01, 1.0, 16, 16), (0.01, 1.0, 20, 20)])
 def test_the_first_draft(price, alpha, most, drafted):
-    """None for a gain of 4 %, one for 6 %; as many as two passes pay for; as many as it may."""
+    """None for a gain of 4 %, one for 6 %; as many as half the stake pays for; as many as it may."""
     arm = Arm("right", ModelDraft(TARGET, never_stops(alpha)), Line(price), longest=most)
     _, r = next(rounds(TARGET, PROMPTS[:1], 40, Pace(TARGET, [arm], EVEN, most=most)))
     assert r.draft.tokens.shape[1] == drafted
@@ -458,15 +458,16 @@ def test_it_drafts_further_where_one_more_token_does_not_pay(models):
 
 
 def test_offers_of_blocks_by_hand(models):
-    """Two drafted tokens cost .05 + .2, the block of three 1.5 + 7.5 / 15; reading costs .2."""
+    """Two drafted tokens cost .05 + .2, the block of three 1.5 + 7.5 / 15; reading costs .2. Half of
+    the balance may be lost."""
     machine = replace(Machine.of(6, 1.0, 1.0, 2.0), wide=((1, 1.0), (2, 1.5), (17, 9.0)))
     drafter = ModelDraft(models["llama"], 2)
     drafter.follower = SimpleNamespace(unread=3, filled=[3])
     arm = Arm("", drafter, Line(0.1), 0.05, 0.1)
     pace = Pace(models["llama"], [arm], machine)
     for balance, thinking, most, costs in (
-            (9.0, 0.0, 2, [1, 1.65, 2.25]), (9.0, 0.0, 1, [1, 1.65]), (1.44, 0.0, 2, [1, 1.65]),
-            (1.46, 0.0, 2, [1, 1.65, 2.25]), (1.46, 0.1, 2, [1, 1.65]), (0.8, 0.0, 2, [1])):
+            (9.0, 0.0, 2, [1, 1.65, 2.25]), (9.0, 0.0, 1, [1, 1.65]), (2.88, 0.0, 2, [1, 1.65]),
+            (2.92, 0.0, 2, [1, 1.65, 2.25]), (2.92, 0.1, 2, [1, 1.65]), (1.6, 0.0, 2, [1])):
         pace.balance = balance
         choice = pace.offer(arm, 0, most, thinking)
         assert choice.costs == pytest.approx(costs)
