@@ -89,7 +89,6 @@ class Arm:
     once: float = 0.0       # a draft, whatever its length
     reading: float = 0.0    # each token but one that the drafter has not read
     longest: int = MOST     # tokens of a draft
-    lost: float = 0.0       # what its drafts have cost so far, less what they have gained
 
     def cost(self, n, g):
         """A draft of g > 0 tokens in a text of n tokens, if the drafter has read the text."""

@@ -5,8 +5,8 @@ Acceptance rates are learnt, an arm's from its own drafts, and a copy's from the
 was drafted or not. With a clock, costs are learnt as well.
 
 Guarantee: a round begins only if the balance covers what it costs with nothing accepted, so the
-balance never falls below 0. Hence cost <= STAKE + (1 + RISK) x what plain decoding of the same
-tokens costs, however bad the drafts are.
+balance never falls below 0. Hence a text costs at most STAKE + (1 + RISK) x what plain decoding of
+the same tokens costs, and what earlier texts have saved, however bad the drafts are.
 """
 from collections import Counter
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from methods.counts import Shortest
 from methods.watch import Watch
 from methods.wrapper import Wrapper
 
-STAKE = 4.0     # passes that may be lost before anything is won
+STAKE = 8.0     # passes that a text may lose before it wins anything
 RISK = 0.005    # what exploring may cost, as a share of plain decoding
 MARGIN = 0.05   # an arm must promise this much more than plain decoding
 EARLIER = 8     # tests that all earlier texts count for
@@ -76,6 +76,7 @@ class Pace(Wrapper):
         super().begin(state, trace)
         self.shortest = Shortest(len(state.known))
         self.choice.holds = 0.0
+        self.balance = max(self.balance, STAKE)     # for each text
         for rate in (arm.drafter.rule.acceptance for arm in self.arms):
             rate.fade(EARLIER / max(EARLIER, rate.hits + rate.misses))
 
@@ -130,23 +131,15 @@ class Pace(Wrapper):
                          for g, relative in enumerate(passes, 1))]
 
     def offer(self, arm, n, most, thinking=0.0):
-        """The Choice of an arm, with as many of these tokens as the balance covers if nothing is
-        accepted."""
+        """The Choice of an arm, with as many of these tokens as half of the balance covers if
+        nothing is accepted. If one draft could lose all of it, no other would be made."""
         if most == 0:   # nothing to decide, in most rounds where no draft gains
             return Choice(arm, [self.machine.verify(n)], thinking)
         plain, *costs = self.costs(arm, n, most)
         reading = self.watch.ratio(arm) * arm.catch_up()
-        spare = self.allowed(arm) + plain - thinking - reading
+        spare = self.balance / 2 + plain - thinking - reading
         covered = takewhile(lambda cost: cost <= spare, costs)
         return Choice(arm, [plain, *covered], thinking, reading)
-
-    def allowed(self, arm):
-        """What a draft of this arm may lose, at most half of the balance. Else the first bad drafts
-        could lose all of it, and no other arm would be tried. For the same reason an arm that has
-        lost more than its share of what is left waits until others have won more."""
-        if arm in self.arms and arm.lost > self.balance / len(self.arms):
-            return 0.0
-        return self.balance / 2
 
     def choose(self, n, room, thinking):
         """The Choice that promises most, if that is more than MARGIN above plain decoding. Catching
@@ -186,11 +179,9 @@ class Pace(Wrapper):
         cost = choice.costs[K] + choice.thinking + choice.reading * (K > 0)
         won = self.shortest.gain(r.new) * plain
         self.balance += (1 + RISK) * won - cost
-        choice.arm.lost += cost - won
         choice.lasted += cost
         choice.holds -= cost
         for arm in self.arms:
-            arm.lost -= RISK * won
             arm.drafter.observe(state, r)
         self.copies.learn(r.new)
 

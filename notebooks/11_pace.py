@@ -130,7 +130,7 @@ figure
 # ## What it may lose
 #
 # A draft can fail. But its cost is known before the round: each drafted token costs c, and their
-# number is fixed by then. Pace keeps a balance. It starts at four passes, the *stake*. Each written
+# number is fixed by then. Pace keeps a balance. It starts at eight passes, the *stake*. Each written
 # token adds one pass, which is what it would have cost without drafting, and half a percent more.
 # Each round subtracts what it costs. A round begins only if the balance covers what it would lose
 # with nothing accepted, so the balance never falls below zero. That *is* the guarantee, in one
@@ -138,9 +138,9 @@ figure
 # holds as far as the costs are right, and two rounds with a draft are enough to correct its cost.
 # One round in thirty-two is plain, so that the clock also says what a pass takes without a draft.
 #
-# The stake belongs to all ways of drafting. If the first one could lose all of it, the others would
-# never be tried. So a draft may lose at most half of the balance, and a way that has lost more than
-# its share of what is left waits until others have won more.
+# The stake belongs to all ways of drafting. If one draft could lose all of it, no other would be
+# made. So a draft may lose at most half of the balance. And since even a good draft fails at times,
+# each text begins with at least the whole stake.
 #
 # Here is one round, worked through. A draft costs 0.2 passes per token, seven of ten of its tokens
 # are accepted, and a block costs what one token costs.
