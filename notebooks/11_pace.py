@@ -72,7 +72,7 @@ tau = []
 speeds = {"Pace": []}                                           # tokens per pass's worth of weights
 for _, ids in stream:
     before = Counter(pace.chosen)
-    balance = pace.balance
+    balance = max(pace.balance, STAKE)                          # with which the text begins
     (text,), passes = generate(model, [ids], 32, pace, eos=c.eos)
     chosen.append(dict(Counter(pace.chosen) - before))          # {way of drafting: rounds}
     tau.append(len(text) / passes)
@@ -215,17 +215,17 @@ side.plot(*zip(*fixed, strict=True), color=plots.HUES[1], ls="--",
           label=f"two in every round: {fixed[-1][1]:.0f} at the end")
 side.axhline(0, color="#808080", lw=0.8)
 side.set(xlabel="tokens written", ylabel="passes saved",
-         ylim=(-4, max(1, *(w for _, w in won)) + 1))
+         ylim=(-STAKE - 2, max(1, *(w for _, w in won)) + 1))
 side.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.5) if won[-1][1] > 4 else None)
 assert all(w >= -STAKE - RISK * n - 1e-6 for n, w in won)
 figure
 
 # %% [markdown]
 # A few times. Each try costs half a pass, and the blue curve drops. In between, Pace drafts
-# nothing, and the curve is flat. Once the draft has lost too much, it has to wait, and the curve
-# stays above the guarantee. The fixed rule loses about one pass per token. (With copies Pace would
-# write this text with fewer passes than plain decoding: a failing draft does not keep it from
-# copying.)
+# nothing, and the curve is flat. It stays far above the guarantee, because Pace has learnt what the
+# draft is worth long before the balance is spent. The fixed rule loses about one pass per token.
+# (With copies Pace would write this text with fewer passes than plain decoding: a failing draft
+# does not keep it from copying.)
 #
 # **Try it:** set `useless = list(range(L))`, the *first* half of the model. Will Pace draft now?
 # Which curve will end higher?

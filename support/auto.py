@@ -9,7 +9,7 @@ from control import MOST
 from machine import rows
 from machine.quant import size
 from methods import heads
-from methods.arms import candidates
+from methods.arms import candidates, promised
 from methods.pace import Pace
 from methods.standin import VOCAB, read_vocab
 from sampling import to_probs
@@ -55,7 +55,13 @@ def auto(options, model, tokenizer):
 
     def arms():
         found = candidates(model, machine, skip, vocab, trained, rough, small)
-        return [as_measured(arm, table[arm.name]) if table else arm for arm in found]
+        if not table:
+            return found
+        found = [as_measured(arm, table[arm.name]) for arm in found]
+        # exits are worth nearly the same, and to choose among all of them takes long
+        exits = [arm for arm in found if arm.name.startswith("exit ")]
+        worse = sorted(exits, key=partial(promised, machine=machine))[:-1]
+        return [arm for arm in found if arm not in worse]
 
     if measured:
         about = ", with costs as measured here"

@@ -371,7 +371,7 @@ def test_each_arm_is_tried_within_the_stake(price):
 
 
 def test_an_unlucky_draft_is_made_again():
-    """Its first two drafts are wrong, and cost more than four passes. There is enough left for a
+    """Its first two drafts are wrong, and cost more than three passes. There is enough left for a
     third one, and later texts begin with the whole stake again."""
     unlucky = Unlucky(TARGET)
     rule = Calibrated(prior=0.95, tests=8)
@@ -383,7 +383,7 @@ def test_an_unlucky_draft_is_made_again():
     for _ in rounds(TARGET, PROMPTS[:1], 32, pace):
         unlucky.wrong = pace.chosen["unlucky"] < 2
         lowest = min(lowest, pace.balance)
-    assert lowest < STAKE - 4 and pace.chosen["unlucky"] > 4 and pace.balance > STAKE
+    assert lowest < STAKE - 3 and pace.chosen["unlucky"] > 4 and pace.balance > STAKE
     pace.balance = 0.1
     next(rounds(TARGET, PROMPTS[:1], 32, pace))
     assert pace.balance > STAKE - 1
