@@ -130,8 +130,9 @@ figure
 # ## What it may lose
 #
 # A draft can fail. But its cost is known before the round: each drafted token costs c, and their
-# number is fixed by then. Pace keeps a balance. It starts at eight passes, the *stake*. Each written
-# token adds one pass, which is what it would have cost without drafting, and half a percent more.
+# number is fixed by then. Pace keeps a balance. It starts at eight passes, the *stake*. Each
+# written token adds one pass, which is what it would have cost without drafting, and half a percent
+# more.
 # Each round subtracts what it costs. A round begins only if the balance covers what it would lose
 # with nothing accepted, so the balance never falls below zero. That *is* the guarantee, in one
 # line: *cost <= stake + 1.005 times what plain decoding of the same tokens costs*. By the clock, it
