@@ -217,7 +217,7 @@ side.plot(*zip(*fixed, strict=True), color=plots.HUES[1], ls="--",
 side.axhline(0, color="#808080", lw=0.8)
 side.set(xlabel="tokens written", ylabel="passes saved",
          ylim=(-STAKE - 2, max(1, *(w for _, w in won)) + 1))
-side.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.5) if won[-1][1] > 4 else None)
+side.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.25))
 assert all(w >= -STAKE - RISK * n - 1e-6 for n, w in won)
 figure
 
