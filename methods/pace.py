@@ -100,8 +100,8 @@ class Pace(Wrapper):
         return draft
 
     def decide(self, state):
-        """Choose how this round drafts. If the same arm wins again, the choice holds for more rounds
-        where choosing takes long, and nothing else is looked at until then."""
+        """Choose how this round drafts. Where choosing takes long and the same arm wins again, the
+        choice holds for more rounds, and nothing else is looked at until then."""
         n = max(state.lengths)
         room = min(self.most, max(state.room))
         last = self.choice
