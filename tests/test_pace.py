@@ -302,15 +302,15 @@ def test_choosing_is_paid_from_the_balance():
     pace = Pace(m, [], EVEN, clock=clock)
 
     def look(state):
-        clock.now += 0.5
+        clock.now += 2.0
         pace.copies.drafter.matched = [0]
         pace.copies.longest = 0
 
     pace.copies.look = look
     began = 0.0
     for state, _ in rounds(m, PROMPTS[:1], 200, pace):
-        began = began or clock.now - 1.5
-        assert clock.now - began <= STAKE + 0.5 + (1 + RISK) * len(state.known[0][3:]) + 1e-9
+        began = began or clock.now - 3.0
+        assert clock.now - began <= STAKE + 2.0 + (1 + RISK) * len(state.known[0][3:]) + 1e-9
         assert pace.balance >= 0
 
 
