@@ -101,8 +101,8 @@ class Head:
 
 
 class Notes:
-    """The target's states of all tokens that it has run, which a head drafts from. They are noted
-    in every round, also where another drafter drafts.
+    """The target's states of all tokens that it has run, which a head drafts from. Those of every
+    round are kept, also where another drafter drafts.
 
         slot      0  1  2  3  4  5  6
         token     a  b  c  d  e  f  g       g is the last known token, which the target has not run

@@ -156,11 +156,11 @@ def measure_arms(model, arms, machine, texts, probs=to_probs, rows=1, repeats=5,
     """{the name of each arm: what was Measured}, in whole rounds that continue the first of some
     texts (their ids), with drafts of one and of up to four tokens; and how often they are right in
     all of them."""
-    most = min(CONTEXT, model.c.max_len // 4)
-    texts = [list(text[:most]) for text in texts]
+    longest = min(CONTEXT, model.c.max_len // 4)
+    texts = [list(text[:longest]) for text in texts]
     n = len(texts[0])
-    new = 3 * most
-    cache = new_cache(model, rows, most + new + SPARE)
+    new = 3 * longest
+    cache = new_cache(model, rows, longest + new + SPARE)
 
     def begin(drafter, text=texts[0], new=new):
         return rounds(model, [text] * rows, new, drafter, probs, eos=(), cache=cache)

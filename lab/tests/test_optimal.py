@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny import command, law, wide
 
 from lab import optimal
-from lab.optimal import accepted, agreement, chain_rule, gain, optimum, pair
+from lab.optimal import accepted, agreement, chain_rule, gain, largest, optimum, pair, rules
 from lab.spectr import PAIRS, chances, k_seq, typical
 from methods.block import verify_block
 from methods.trees import verify_tree
@@ -21,6 +21,14 @@ from verification import verify
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "optimal.md").read_text(encoding="utf-8")
 call = command(optimal.main)
+
+
+def test_a_linear_program_by_hand():
+    """3 x + 2 y under x + y <= 4, x + 3 y <= 6, x <= 3: at (3, 1). And one whose corners
+    coincide."""
+    three = largest(wide([3, 2]), wide([[1, 1], [1, 3], [1, 0]]), wide([4, 6, 3]))
+    two = largest(wide([1, 1]), wide([[1, -1], [-1, 1], [1, 1]]), wide([0, 0, 2]))
+    assert (three, two) == pytest.approx((11, 2))
 
 
 @given(st.integers(0, 10_000), st.integers(1, 3))
@@ -50,6 +58,13 @@ def test_the_optimum_of_siblings_is_the_largest_flow_from_trees_to_tokens():
                 graph.add_edge((first, second), second)
         flow = networkx.maximum_flow_value(graph, "source", "sink")
         assert optimum(p, q, [0, 0]) == pytest.approx(flow)
+
+
+def test_no_rule_exceeds_the_optimum():
+    for seed in range(3):
+        for parents in ([0, 0], [0, 0, 1], [0, 0, 1, 2]):
+            found = rules(parents, *pair(seed))
+            assert found["token by token"] <= found["optimum"] + 1e-9
 
 
 def test_the_answers_of_the_exercise():
