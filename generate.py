@@ -109,7 +109,7 @@ def write(options, model, prompts, drafter, player=None):
 def complete(options):
     """Load, draft and verify, print. Returns the exit status."""
     for path in filter(None, (options.picture, options.page)):
-        import_module("support.files").check_writable(path)
+        import_module("machine.files").check_writable(path)
     texts = {"the prompt": options.prompt}
     if options.prompt_file or options.prompt == "-":
         texts = import_module("support.texts").batch(options.prompt, options.prompt_file)

@@ -2,8 +2,7 @@
 worth. The run itself writes it, so it cannot describe any other run."""
 from pathlib import Path
 
-from machine.kept import hardware
-from support.files import write_file
+from machine.files import hardware, write_file
 
 CARD = """# {title}
 

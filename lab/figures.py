@@ -25,9 +25,9 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from machine.files import write_file
 from model import Refused
 from support import cli
-from support.files import write_file
 
 ROOT = Path(__file__).resolve().parents[1]
 # in which part of a line each decimal must have its result: papers' own figures have none

@@ -34,7 +34,7 @@ from lab.bench.passes import rehearsed, step
 from lab.bench.shared import GEMMA, LLAMA, ROOT, SHAPES, WEIGHTS, random_model
 from layerskip import SelfDraft, early_exit
 from machine.exact import Exact
-from machine.kept import hardware
+from machine.files import hardware, write_file
 from machine.quant import KINDS, Int4, quantise
 from machine.recorded import Recorded, Session
 from machine.tapes import graph, joined, program, simulated
@@ -44,7 +44,6 @@ from methods.lookup import NGram
 from model import Refused
 from speculative import rounds
 from support import cli
-from support.files import write_file
 from support.measure import interleave
 
 SMALL = dict(vocab_size=64, dim=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48,

@@ -7,8 +7,8 @@ from safetensors.torch import save_file
 
 from checkpoint import parts, read_text, stored_shape
 from families import ACTS, architecture
+from machine.files import replacing, write_file
 from methods.heads import FILE, FITS
-from support.files import replacing, write_file
 
 NUMBERS = {     # fields of Config, and their keys in config.json
     "vocab_size": "vocab_size", "dim": "hidden_size", "n_layers": "num_hidden_layers",

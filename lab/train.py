@@ -22,9 +22,9 @@ from tqdm import tqdm
 import checkpoint
 from lab import card, corpus
 from lab.save import beside, save
+from machine.files import note, replacing
 from model import Config, Placement, Refused, Transformer
 from support import cli
-from support.files import note, replacing
 from support.flags import within as number
 from support.texts import BOUNDARY
 

@@ -24,6 +24,7 @@ from lab import card, corpus, train
 from lab.m2r2 import M2R2
 from lab.save import save_head
 from lab.transfer import Transfer
+from machine.files import write_file
 from methods import heads
 from methods.standin import VOCAB, ShortHead, most_frequent
 from methods.trees import rank_acceptance
@@ -32,7 +33,6 @@ from sampling import Coins, to_probs
 from speculative import generate
 from support import cli
 from support.chat import message
-from support.files import write_file
 from support.texts import read_texts
 
 EXIT = ("exit-layer", None, 0, 2**20, "after which block it reads (default: a sixth)")

@@ -13,7 +13,7 @@ from torch import nn
 
 from kvcache import KVCache
 from machine import rows
-from machine.kept import note
+from machine.files import note
 from machine.quant import Integers, Matrix
 from machine.rows import FLOATS, PACKED, BlockWeights, Model, Pass, Weight, describe
 from machine.tolerance import distance, tolerance

@@ -256,11 +256,3 @@ def quantise_head(model):
     int4 a head may move the distributions further than all other matrices together
     (lab/BENCHMARKS.md)."""
     put(model, "head", Int8(model.tok if model.head is None else model.head))
-
-
-def size(module):
-    """How many bytes a module or a tensor takes."""
-    if isinstance(module, torch.Tensor):
-        return module.nbytes
-    tensors = [*module.parameters(), *module.buffers()]
-    return sum(t.nbytes for t in tensors)

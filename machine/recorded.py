@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from machine.kept import note
+from machine.files import note
 from machine.pieces import Piece, pad, widen
 from machine.tapes import graph, joined, program
 from machine.tolerance import distance, tolerance

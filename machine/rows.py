@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from machine.kept import cache_file, digest, find_hashed, keep, keep_hashed, note, processor
+from machine.files import cache_file, digest, find_hashed, keep, keep_hashed, note, processor
 from model import Refused
 
 WIDTHS = 24, 32, 48, 64, 256    # numbers of rows for which torch's product may be slower

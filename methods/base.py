@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from control import MOST
 from drafter import Drafter
 from layerskip import same_model
-from methods.trees import Siblings
 from model import Transformer
 
 
@@ -92,9 +91,11 @@ class Head:
         """A drafter of chains, or of trees with these parents; see `methods.trees`."""
         families = Counter(parents).values()      # how many children each parent has
         widths = [sum(size > i for size in families) for i in range(1, max(families, default=0))]
-        if widths:
-            return Siblings(self.chains(rule), widths)
-        return self.chains(rule)
+        if not widths:
+            return self.chains(rule)
+        from methods.trees import Siblings  # late: only trees need it
+
+        return Siblings(self.chains(rule), widths)
 
 
 # --- drafting

@@ -4,14 +4,17 @@ The one thing to remember: there is one unit everywhere, a pass of the target ov
 short text. A longer text makes target and drafts dearer by what their attentions read.
 
 A `Machine` is counted by the weights that a pass reads (`by_weights`), by their bytes
-(`by_bytes`), or measured by the clock (`by_clock`, both in support/measure.py). A `Watch`
+(`by_bytes`), or measured by the clock (`by_clock` in support/measure.py). A `Watch`
 (methods/watch.py) corrects it while a text is written.
 """
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
+
 WIDE = 17   # tokens of a wide pass
+LARGE = 64e6    # bytes of a model's blocks, from which on a pass takes long to measure
 
 
 class Line(NamedTuple):
@@ -91,6 +94,25 @@ def by_weights(c) -> Machine:
     mlp = 3 * c.dim * c.hidden_dim
     slope = 2 * c.n_kv_heads * c.head_dim       # a key and a value
     return Machine.of(c.n_layers, attention, mlp, c.vocab_size * c.dim, slope=slope)
+
+
+def by_bytes(model) -> Machine:
+    """The Machine of a model, counted in the bytes that a pass reads, for passes that wait for
+    memory."""
+    c = model.c
+    attention = sum(size(b.attn) for b in model.blocks) / c.n_layers
+    mlp = sum(size(b.mlp) for b in model.blocks) / c.n_layers
+    head = size(model.tok if model.head is None else model.head)
+    slope = 2 * c.n_kv_heads * c.head_dim * model.attention_dtype().itemsize    # a key and a value
+    return Machine.of(c.n_layers, attention, mlp, head, slope=slope)
+
+
+def size(module):
+    """How many bytes a module or a tensor takes."""
+    if isinstance(module, torch.Tensor):
+        return module.nbytes
+    tensors = [*module.parameters(), *module.buffers()]
+    return sum(t.nbytes for t in tensors)
 
 
 # --- what a draft promises

@@ -13,10 +13,11 @@
                 middle of the model before it                                   two matrices
 
 All of them use the model's embedding, final norm and output head. A new kind is a file beside these
-and an entry in KINDS.
+and an entry in KINDS, which imports it when a head of this kind is loaded.
 """
 import copy
 import json
+from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 
@@ -24,15 +25,25 @@ from safetensors import safe_open
 
 from checkpoint import guarded
 from methods.costs import Line, by_weights
-from methods.eagle import Eagle
-from methods.jump import Jump
-from methods.kangaroo import ExitBlock, Kangaroo
-from methods.medusa import Medusa
-from methods.prophet import Prophet
 from methods.standin import VOCAB, ShortHead, read_vocab
 from model import Refused
 
-KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, Eagle, Medusa, Prophet, Jump)}
+
+def later(module, name):
+    """make(model, **shape), which makes a head of the kind in another file."""
+    def make(model, **shape):
+        return getattr(import_module(module), name)(model, **shape)
+
+    return make
+
+
+KINDS = {
+    "kangaroo": later("methods.kangaroo", "Kangaroo"),
+    "exit_block": later("methods.kangaroo", "ExitBlock"),
+    "eagle": later("methods.eagle", "Eagle"),
+    "medusa": later("methods.medusa", "Medusa"),
+    "prophet": later("methods.prophet", "Prophet"),
+    "jump": later("methods.jump", "Jump")}
 FILE = "heads.safetensors"
 FITS = attrgetter(     # of a model: its heads fit every other model of this shape
     "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "post_norm")

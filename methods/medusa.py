@@ -5,7 +5,6 @@ from torch import nn
 
 from drafter import chain
 from methods.base import Head, HeadDraft, unit
-from methods.trees import Tree, siblings
 from model import Refused
 
 
@@ -85,25 +84,7 @@ class MedusaDraft(HeadDraft):
 
         draft = chain(state, step, self.rule)
         if said and self.parents:
+            from methods.trees import branch  # late: only trees need it
+
             return branch(state, draft, torch.cat(said, 1), self.parents)
         return draft
-
-
-def branch(state, draft, logits, parents):
-    """The Tree that grows from a drawn chain (B, K) and the raw logits of each of its places
-    (B, K, V). A node's child number i is choice number i for its level, so all families of a level
-    hold the same tokens. The text stays exact, because only one of the families is tried. Levels
-    deeper than the chain are left out."""
-    K = draft.tokens.shape[1]
-    depths = [0]
-    nodes = []                              # (depth, rank among its siblings)
-    for k, parent in enumerate(parents):
-        depths.append(depths[parent] + 1)
-        if depths[-1] <= K:
-            nodes.append((depths[-1], parents[:k].count(parent)))
-    ranks = range(1, 1 + max(rank for _, rank in nodes))
-    widths = [max(depth for depth, rank in nodes if rank == r) for r in ranks]
-    tokens, q = siblings(draft, logits, widths, state.coins)
-    tokens = torch.stack([tokens[rank][:, depth - 1] for depth, rank in nodes], 1)
-    q = torch.stack([q[rank][:, depth - 1] for depth, rank in nodes], 1)    # (B, nodes, V)
-    return Tree(tokens, q, parents=state.send([parents[: len(nodes)]]))

@@ -23,7 +23,10 @@ from methods.costs import by_weights
 from layerskip import SelfDraft
 from methods import heads
 from methods.base import unit
-from methods.heads import Eagle, ExitBlock, Kangaroo, Medusa, Prophet
+from methods.eagle import Eagle
+from methods.kangaroo import ExitBlock, Kangaroo
+from methods.medusa import Medusa
+from methods.prophet import Prophet
 from search import Teacher
 from speculative import rounds
 from support.texts import read_prompts
@@ -362,7 +365,7 @@ print(f"a tree of {len(shape)}: tau {wide.mean():.2f}; EAGLE's chain: {chain.mea
 # **Predict:** the same block drafts as a skip set and after a jump. What is its tau in each?
 
 # %% jupyter={"source_hidden": true}
-from methods.heads import Jump
+from methods.jump import Jump
 
 jump = trained("jump", Jump(model, 2 * L // 3))
 start = jump.layers.start

@@ -102,7 +102,7 @@ print(f"{products} of them are products with a weight matrix; most frequent:", n
 # and values of all tokens before it. `by_bytes` adds that up, here in float32.
 
 # %%
-from support.measure import by_bytes
+from methods.costs import by_bytes, size
 
 costs = by_bytes(model)        # of a pass; its unit is the bytes that a pass reads in a short text
 table = {"attention": L * costs.attention, "MLP": L * costs.mlp,
@@ -407,7 +407,7 @@ assert G == 1 or texts["drafted"] != right
 # levels closer together near zero, where most weights are.)
 
 # %% jupyter={"source_hidden": true}
-from machine.quant import KINDS, SHARE, quantise, size
+from machine.quant import KINDS, SHARE, quantise
 
 levels = range(16)
 w = torch.cat([b.mlp.gate_up.flatten() for b in model.blocks])

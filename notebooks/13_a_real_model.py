@@ -221,7 +221,7 @@ for count in (1, 2, 4, 8, 16):
 # %%
 from layerskip import SelfDraft
 from machine.quant import quantise
-from support.measure import by_bytes
+from methods.costs import by_bytes
 
 half, _ = checkpoint.load(MODEL, dtype=torch.bfloat16)
 twins = {kind: quantise(half, kind, head=kind, rounds=True) for kind in ("int8", "int4")}

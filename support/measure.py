@@ -20,21 +20,18 @@ from checkpoint import guarded, read_json
 from control import MOST
 from drafter import Draft, Drafter
 from kvcache import new_cache
-from machine.kept import cache_file, identity, keep
-from machine.quant import size
+from machine.files import cache_file, identity, keep, note, read_beside
 from methods.arms import Calibrated
-from methods.costs import Machine
+from methods.costs import LARGE, Machine, by_bytes, size
 from methods.counts import Beta, outcomes
 from methods.pace import OVERHEAD
 from model import SPARE, Placement, Refused
 from sampling import Coins, raw_probs, to_probs
 from speculative import State, one_round, rounds
-from support.files import note, read_beside
 from verification import verify
 
 WIDTHS = 1, 2, 3, 4, 5, 8, 9, 13, MOST + 1      # of the blocks that are measured
 SECONDS = 3.0       # for a measurement that a run has to wait for
-LARGE = 64e6        # bytes of a model's blocks from which on it takes long to measure
 CONTEXT = 64        # tokens before the one whose cost is measured
 ROUNDS = 4          # at least, in which an acceptance rate is measured in each of these texts
 AFTER = 32          # tokens at most: a small model soon repeats itself
@@ -230,17 +227,6 @@ def measure_step(model, twin, context=CONTEXT):
     model.rehearse(lambda: [act() for act in steps.values()])
     times = interleave(steps, 20)
     return times["twin"] / times["model"]
-
-
-def by_bytes(model) -> Machine:
-    """The Machine of a model, counted in the bytes that a pass reads, for passes that wait for
-    memory."""
-    c = model.c
-    attention = sum(size(b.attn) for b in model.blocks) / c.n_layers
-    mlp = sum(size(b.mlp) for b in model.blocks) / c.n_layers
-    head = size(model.tok if model.head is None else model.head)
-    slope = 2 * c.n_kv_heads * c.head_dim * model.attention_dtype().itemsize    # a key and a value
-    return Machine.of(c.n_layers, attention, mlp, head, slope=slope)
 
 
 # --- tables in files

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
+from machine.files import write_file
 from model import Refused
 from sampling import Coins, one_hot, raw_probs, to_probs
-from support.files import write_file
 from support.show import SIGNS, STYLES, Stream, origins
 
 TEMPLATE = Path(__file__).with_name("page.html")

@@ -2,7 +2,7 @@
 import html
 import re
 
-from support.files import write_file
+from machine.files import write_file
 from support.show import SIGNS, STYLES
 
 COLUMNS = 72    # characters of a line of the picture

@@ -9,13 +9,13 @@ from tqdm import tqdm
 
 import checkpoint
 from checkpoint import parse_json, read_text
+from machine.files import check_writable, note, write_file
 from methods.costs import by_weights
 from methods.standin import VOCAB, ShortHead, most_frequent
 from model import Refused
 from sampling import to_probs
 from search import Calibration, Space, search, speedup
 from support import cli
-from support.files import check_writable, note, write_file
 from support.measure import read_machine
 from support.texts import BOUNDARY, read_texts
 

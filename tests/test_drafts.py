@@ -15,9 +15,11 @@ from control import MOST
 from lab.m2r2 import M2R2
 from lab.save import save, save_head
 from machine.quant import Int4
-from methods import heads
-from support import auto
-from support.measure import Measured, by_bytes
+from methods.costs import by_bytes
+from methods.medusa import Medusa
+from methods.prophet import Prophet
+from support import auto, measure
+from support.measure import Measured
 
 call = command(generate.main)
 
@@ -72,7 +74,7 @@ def test_the_model_in_few_bits_is_a_candidate(arms, stories, tmp_path, monkeypat
     """If bytes count, even next to trained heads.
     Its price is measured and grows with what both read."""
     monkeypatch.setattr(auto, "LARGE", 0)
-    monkeypatch.setattr(auto, "kept_costs", unmeasured)
+    monkeypatch.setattr(measure, "kept_costs", unmeasured)
     half, _ = checkpoint.load(STORIES, "cpu", torch.bfloat16)
     arm = arms(tmp_path, model=half)["quantised copy"]
     assert isinstance(arm.drafter.model.head, Int4)
@@ -105,7 +107,7 @@ def test_trained_heads_beside_the_weights_are_candidates(arms, tmp_path, capsys)
     model, _ = checkpoint.load(STORIES, "cpu", torch.float32)
     other, _ = checkpoint.load(STORIES.parent / "stories-gemma2", "cpu")
     model.norm.weight.data *= 1.5
-    for head in (heads.Prophet(model, 1), heads.Medusa(other, 2)):
+    for head in (Prophet(model, 1), Medusa(other, 2)):
         (tmp_path / "heads" / head.kind).mkdir(parents=True)
         save_head(head, tmp_path / "heads" / head.kind)
     found = arms(tmp_path)
@@ -123,7 +125,7 @@ def test_costs_are_measured_with_the_runs_own_settings(call, plan, stories, tmp_
         measured.append((probs.keywords, rows, dict(settings)))
         return unmeasured(model, arms)
 
-    monkeypatch.setattr(auto, "kept_costs", kept)
+    monkeypatch.setattr(measure, "kept_costs", kept)
     assert "measured" in plan("--fast").note
     monkeypatch.setattr(auto, "LARGE", 1e3)
     assert "measured" in plan("--temperature", "0.8", "--exact").note

@@ -16,7 +16,9 @@ from machine.quant import quantise
 from machine.recorded import Recorded, Session
 from machine.tapes import simulated
 from methods.block import verify_block
-from methods.heads import Eagle, Jump, Kangaroo
+from methods.eagle import Eagle
+from methods.jump import Jump
+from methods.kangaroo import Kangaroo
 from methods.lookup import NGram, Suffix
 from methods.trees import Siblings
 from model import StandIn

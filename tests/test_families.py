@@ -11,8 +11,11 @@ from machine.exact import Exact
 from machine.few import FewRows
 from machine.quant import quantise
 from machine.recorded import Recorded
-from methods.heads import Eagle, Jump, Kangaroo, Medusa
+from methods.eagle import Eagle
+from methods.jump import Jump
+from methods.kangaroo import Kangaroo
 from methods.lookup import NGram
+from methods.medusa import Medusa
 from methods.trees import Siblings
 from speculative import generate
 

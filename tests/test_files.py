@@ -7,8 +7,8 @@ from safetensors import SafetensorError, safe_open
 from tiny import tree
 
 import checkpoint
-from machine.kept import cache_file, replacing
-from support import files
+from machine import files
+from machine.files import cache_file, replacing
 
 STORED = Path(__file__).resolve().parents[1] / "weights/stories-draft"
 

@@ -14,8 +14,11 @@ from layerskip import SelfDraft
 from machine.recorded import Recorded, Session
 from machine.tapes import joined, program, simulated
 from methods.block import verify_block
-from methods.heads import Eagle, Jump, Kangaroo, Medusa
+from methods.eagle import Eagle
+from methods.jump import Jump
+from methods.kangaroo import Kangaroo
 from methods.lookup import NGram, Suffix
+from methods.medusa import Medusa
 from methods.trees import Siblings
 from sampling import Coins, to_probs, uniforms
 from speculative import generate, rounds

@@ -30,8 +30,12 @@ from layerskip import SelfDraft, without
 from machine.quant import quantise
 from machine.recorded import Recorded
 from methods import heads
-from methods.heads import Eagle, ExitBlock, Jump, Kangaroo, Medusa, Prophet
+from methods.eagle import Eagle
+from methods.jump import Jump
+from methods.kangaroo import ExitBlock, Kangaroo
 from methods.lookup import NGram
+from methods.medusa import Medusa
+from methods.prophet import Prophet
 from methods.trees import Siblings
 from model import Placement
 from sampling import Coins

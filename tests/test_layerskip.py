@@ -11,12 +11,12 @@ from tiny import LIVELY, LLAMA, PROMPTS, each_family, make, read, warm
 
 from kvcache import KVCache
 from layerskip import SelfDraft, early_exit, shared_prefix, without
+from machine.files import read_beside
 from methods.standin import ShortHead, most_frequent, read_vocab
 from model import Placement
 from sampling import Coins, to_probs
 from search import Teacher
 from speculative import generate, rounds
-from support.files import read_beside
 from support.skips import read_skip
 
 IDS = [1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8, 2, 11, 3, 3, 5]  # longer than the window of 5

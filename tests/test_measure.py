@@ -9,14 +9,13 @@ import pytest
 import torch
 from tiny import GEMMA, LLAMA, PROMPTS, make
 
-from machine import kept
-from machine.kept import identity
+from machine.files import identity
 from machine.pieces import Piece
 from machine.quant import quantise
 from machine.recorded import Recorded, Session
 from machine.tapes import simulated
 from methods.arms import candidates, self_draft
-from methods.costs import Machine, by_weights
+from methods.costs import Machine, by_bytes, by_weights
 from sampling import to_probs
 from support import measure
 from support.measure import (
@@ -24,7 +23,6 @@ from support.measure import (
     WIDTHS,
     Measured,
     as_measured,
-    by_bytes,
     by_clock,
     kept_costs,
     measure_arms,
@@ -160,7 +158,7 @@ def test_other_machines_models_and_types_have_other_tables(monkeypatch):
     names = [identity(m)
              for m in (model, same, make(LLAMA).float(), quantise(model, "int8"), make(GEMMA))]
     assert names[0] == names[1] and len(set(names)) == 4
-    monkeypatch.setattr(kept, "hardware", lambda device: "another one, 64 threads")
+    monkeypatch.setattr("machine.files.hardware", lambda device: "another one, 64 threads")
     assert identity(model) not in names
 
 

@@ -41,8 +41,11 @@ from methods.arms import (
 )
 from methods.costs import Line, Machine, by_weights
 from methods.counts import Beta, Shortest
-from methods.heads import Eagle, Kangaroo, Medusa, Prophet
+from methods.eagle import Eagle
+from methods.kangaroo import Kangaroo
+from methods.medusa import Medusa
 from methods.pace import OVERHEAD, RISK, STAKE, Choice, Pace, promise
+from methods.prophet import Prophet
 from methods.standin import ShortHead
 from model import StandIn
 from sampling import Coins, to_probs

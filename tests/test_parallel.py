@@ -26,12 +26,12 @@ from layerskip import SelfDraft
 from machine import parallel
 from machine.quant import KINDS, quantise
 from methods import heads
+from methods.costs import by_bytes
 from methods.standin import ShortHead
 from methods.trees import Siblings
 from model import Transformer
 from sampling import Coins, to_probs
 from speculative import generate
-from support.measure import by_bytes
 
 ROOT = Path(__file__).parent.parent
 SHAPES = {family: replace(c, n_layers=3, n_heads=8, n_kv_heads=4)

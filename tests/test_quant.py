@@ -17,12 +17,11 @@ from lab.save import save
 from layerskip import SelfDraft, without
 from machine import quant, rows
 from machine.quant import KINDS, Int4, Int8, quantise
-from methods.costs import by_weights
+from methods.costs import by_bytes, by_weights
 from methods.standin import ShortHead
 from model import Placement
 from search import Teacher
 from speculative import generate
-from support.measure import by_bytes
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 

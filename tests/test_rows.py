@@ -16,7 +16,9 @@ from layerskip import SelfDraft
 from machine import rows
 from machine.few import FewRows
 from machine.quant import Int4, Int8, quantise
-from methods.heads import Eagle, Jump, Kangaroo
+from methods.eagle import Eagle
+from methods.jump import Jump
+from methods.kangaroo import Kangaroo
 from methods.standin import ShortHead
 from methods.trees import Siblings
 from model import Placement

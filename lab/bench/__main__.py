@@ -27,10 +27,9 @@ import torch
 import checkpoint
 from lab.bench import beyond, bits, block, check, counts, exact, passes, real, search
 from lab.bench.shared import CHATS, DEFAULT, SETS
-from machine.kept import hardware
+from machine.files import check_writable, hardware, write_file
 from model import Refused
 from support import cli
-from support.files import check_writable, write_file
 from support.flags import within
 
 MODEL = "model dtype device"

@@ -11,9 +11,9 @@ import checkpoint
 from kvcache import new_cache
 from lab.bench.shared import figures, load, page, table
 from machine.exact import fast
-from machine.quant import KINDS, size
+from machine.quant import KINDS
 from machine.rows import call, describe, library, multiplies
-from methods.costs import by_weights
+from methods.costs import by_weights, size
 from model import Placement, Refused
 from sampling import Coins, to_probs
 from speculative import generate, rounds

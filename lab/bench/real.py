@@ -30,16 +30,16 @@ from lab.bench.passes import their_text
 from lab.bench.shared import Sample, kinds_of, load, page, prompts_of, tables
 from layerskip import SelfDraft
 from machine.exact import fast
+from machine.files import note
 from machine.fused import fuse
 from machine.quant import ROWS, SHARE, Int4, quantise, quantise_head
 from methods import heads
 from methods.arms import COPY
 from methods.block import verify_block
+from methods.costs import by_bytes
 from model import Refused
 from sampling import Coins, to_probs
 from speculative import rounds
-from support.files import note
-from support.measure import by_bytes
 from support.stats import Timed
 
 WAYS = {    # what follows --draft in generate.py

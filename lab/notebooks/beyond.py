@@ -82,7 +82,7 @@ print(tokenizer.decode(held_out[:60].tolist()))
 
 # %%
 from lab.m2r2 import M2R2
-from methods.heads import Kangaroo
+from methods.kangaroo import Kangaroo
 from speculative import generate
 
 E = max(1, L // 6)

@@ -29,8 +29,8 @@ from lab.transfer import Transfer
 from layerskip import SelfDraft
 from methods.costs import Machine
 from methods.counts import Beta
-from methods.heads import Prophet
 from methods.lookup import NGram
+from methods.prophet import Prophet
 from methods.trees import Siblings
 from model import Placement
 from sampling import to_probs

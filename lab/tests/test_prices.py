@@ -13,8 +13,10 @@ from lab.transfer import Transfer
 from layerskip import SelfDraft
 from methods.arms import candidates
 from methods.costs import by_weights
-from methods.heads import ExitBlock, Kangaroo, Medusa, Prophet
+from methods.kangaroo import ExitBlock, Kangaroo
+from methods.medusa import Medusa
 from methods.pace import STAKE, Pace
+from methods.prophet import Prophet
 from methods.standin import ShortHead
 from speculative import generate, rounds
 

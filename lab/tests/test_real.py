@@ -13,7 +13,7 @@ from lab.bench.real import dither
 from lab.bench.shared import WEIGHTS
 from lab.save import save_head
 from machine.quant import SHARE, Int4
-from methods import heads
+from methods.eagle import Eagle
 
 call = command(bench.main)
 
@@ -23,7 +23,7 @@ def folder(tmp_path):
     """A small model that a template makes a chat model, with a head that was not trained."""
     folder = shutil.copytree(WEIGHTS / "stories-draft", tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    head = heads.Eagle(checkpoint.load(folder, "cpu")[0])
+    head = Eagle(checkpoint.load(folder, "cpu")[0])
     (folder / "heads" / "eagle").mkdir(parents=True)
     save_head(head, folder / "heads" / "eagle")
     (folder / "heads" / "eagle" / "draft_vocab.json").write_text(

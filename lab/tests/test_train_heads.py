@@ -12,6 +12,7 @@ import checkpoint
 from lab import train, train_heads
 from lab.save import save
 from methods import heads
+from methods.medusa import Medusa
 from methods.standin import read_vocab
 from model import Placement
 from speculative import generate, rounds
@@ -100,7 +101,7 @@ def test_a_chat_model_answers_prompts(folder, tmp_path):
 
 def test_the_loss_is_the_kl_divergence_from_the_model():
     m = make(replace(LLAMA, vocab_size=5)).requires_grad_(True)
-    head, tokens, trace = heads.Medusa(m, 2), torch.tensor([PROMPTS[0]]) % 5, {11: None}
+    head, tokens, trace = Medusa(m, 2), torch.tensor([PROMPTS[0]]) % 5, {11: None}
     first, second = train_heads.losses(head, tokens)
     p = m(tokens).softmax(-1).detach()
     m.run(m.embed(tokens), Placement.span(0, 8), trace=trace)

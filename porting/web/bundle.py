@@ -14,9 +14,9 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
+from machine.files import write_file
 from machine.quant import Int8
 from support import cli
-from support.files import write_file
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = ROOT / "weights" / "stories-llama"
