@@ -57,7 +57,7 @@ def head_card(run, tables):
     """tables: {file: what the head is worth on it, step by step}."""
     a = run.a
     head = run.head
-    shape = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in head.shape.items())
+    shape = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in head.arguments.items())
     write(run, tables, "step", title=f"{head.kind} for {Path(a.model).resolve().name}",
           about="Trained heads, made by this repository's `lab/train_heads.py`. They draft for the "
                 "model with whose frozen weights they were trained, and for no other.",

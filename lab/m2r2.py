@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from lab.aside import ScratchTail, masks
 from lab.transfer import own_weights
 from layerskip import SelfDraft, early_exit
-from methods.base import Head, unit
+from methods.base import Head, normed
 from methods.kangaroo import Kangaroo
 from model import Placement, StandIn
 
@@ -18,7 +18,7 @@ class TwoRowDraft(SelfDraft):
     What is handed over to the target is the ordinary row."""
 
     def __init__(self, head, rule):
-        super().__init__(head, early_exit(head.c.n_layers, head.shape["exit_layer"]), rule)
+        super().__init__(head, early_exit(head.c.n_layers, head.arguments["exit_layer"]), rule)
 
     def logits(self, state, x, k):
         return self.model.unembed(self.model.states[:, :, -1])
@@ -29,7 +29,7 @@ class M2R2(Head, StandIn):
     not public.
 
     Beside the ordinary row of each token a second one runs through the first E blocks, with the
-    same weights and an adapter of rank r for each block: f <- block(f) + up down unit(f). After
+    same weights and an adapter of rank r for each block: f <- block(f) + up down normed(f). After
     block i it should equal the ordinary row after block i L / E, and so at the exit the final one.
     It reads the ordinary keys and values of the tokens before it and its own, and writes none, so
     that the cache stays the target's. Both rows are in one pass, which reads each weight once.
@@ -49,7 +49,7 @@ class M2R2(Head, StandIn):
         if rank is None:
             rank = max(1, round(Kangaroo(model, exit_layer).count() / (2 * dim * E)))
         self.model = model
-        self.shape = {"exit_layer": E, "rank": rank}
+        self.arguments = {"exit_layer": E, "rank": rank}
         self.taps = [2 * -(-i * L // E) - 1 for i in range(1, 1 + E)]
         down = 0.02 * torch.randn(E, rank, dim, generator=torch.Generator().manual_seed(0))
         self.weights = own_weights(model, down=down, up=torch.zeros(E, dim, rank))
@@ -60,7 +60,7 @@ class M2R2(Head, StandIn):
         those that the cache, a ScratchTail, does not keep are accelerated."""
         kept = cache.T
         for i, (down, up) in enumerate(zip(self.weights.down, self.weights.up, strict=True)):
-            more = F.linear(F.linear(unit(x[:, kept:]), down), up)
+            more = F.linear(F.linear(normed(x[:, kept:]), down), up)
             x = run(x, at, cache, [2 * i, 2 * i + 1], trace)
             x = torch.cat([x[:, :kept], x[:, kept:] + more], 1)
             yield x
@@ -106,4 +106,4 @@ class M2R2(Head, StandIn):
     def besides(self):
         """An additional loss, a tenth of the distance of the accelerated states from where they
         belong. (It changed nothing that we could measure.)"""
-        return 0.1 * (unit(self.states) - unit(self.ahead)).pow(2).mean()
+        return 0.1 * (normed(self.states) - normed(self.ahead)).pow(2).mean()

@@ -86,7 +86,7 @@ def write_config(c, dtype):
 
 def save_head(head, folder):
     """Write a trained head in bfloat16."""
-    about = {"kind": head.kind, "shape": head.shape, "model": FITS(head.model.c),
+    about = {"kind": head.kind, "shape": head.arguments, "model": FITS(head.model.c),
              "ranks": list(head.ranks)}
     weights = {name: p.detach().bfloat16() for name, p in head.weights.state_dict().items()}
     with replacing(Path(folder) / FILE) as path:

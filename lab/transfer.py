@@ -27,12 +27,12 @@ class TransferDraft(MedusaDraft):
         """The final states of each row's pseudo states. (B, N, dim)"""
         head = self.head
         N = max(1, min(head.steps, max(state.room)))
-        if head.shape["inject_layer"] > 0:
+        if head.arguments["inject_layer"] > 0:
             x = self.notes.last(state)                                           # (B, 1, dim)
         else:
             x = head.model.embed(state.read((state.n[:, None] - 2).clamp(min=0)))
         rows = head.spread(x)[:, 0, :N]                                         # (B, N, dim)
-        above = range(2 * head.shape["inject_layer"], 2 * head.model.c.n_layers)
+        above = range(2 * head.arguments["inject_layer"], 2 * head.model.c.n_layers)
         return head.model.run(rows, state.span(0, N), state.cache, above)
 
 
@@ -54,7 +54,7 @@ class Transfer(Head):
             raise Refused(f"the inject layer must lie between 0 and {L} (all blocks), got "
                           f"{inject_layer}")
         self.model = model
-        self.shape = {"inject_layer": inject_layer, "steps": steps}
+        self.arguments = {"inject_layer": inject_layer, "steps": steps}
         self.steps = steps
         self.taps = [2 * max(1, inject_layer) - 1]
         self.weights = own_weights(model, matrix=torch.eye(dim).repeat(steps, 1, 1),
@@ -65,7 +65,7 @@ class Transfer(Head):
         """A share of its own weights and of the blocks above, which one pass reads for all rows."""
         c = self.model.c
         counted = by_weights(c)
-        blocks = c.n_layers - self.shape["inject_layer"]
+        blocks = c.n_layers - self.arguments["inject_layer"]
         above = blocks * (counted.attention + counted.mlp) * counted.unit
         return (self.count() + above) / self.steps
 
@@ -81,7 +81,7 @@ class Transfer(Head):
     def predict(self, tokens, trace, cache):
         m = self.model
         T = tokens.shape[1]
-        t = self.shape["inject_layer"]
+        t = self.arguments["inject_layer"]
         rows = self.spread(trace[self.taps[0]] if t > 0 else m.embed(tokens)).flatten(1, 2)
         at = riders(T, self.steps, tokens.device)
         hidden = masks(m, at.positions[:, T:], at.positions, at.tree[:, T:])

@@ -18,7 +18,7 @@ from layerskip import same_model
 from model import Transformer
 
 
-def unit(x):
+def normed(x):
     """x (..., dim), each vector scaled to a root mean square of 1, as the final norm does
     anyway."""
     return F.rms_norm(x, x.shape[-1:])
@@ -51,7 +51,7 @@ def graft(model, first, count, hidden_dim=None):
 class Head:
     """What all kinds share, and what a new kind declares."""
     kind = ""           # its name
-    shape = {}          # the arguments of its constructor
+    arguments = {}      # of its constructor
     model = None        # the frozen model
     own = None          # a Transformer of a few blocks of its own that shares all else; see `graft`
     weights = None      # a module that holds all that is trained

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drafter import Follower, chain
-from methods.base import Head, HeadDraft, graft, unit
+from methods.base import Head, HeadDraft, graft, normed
 from model import Placement
 
 
@@ -29,7 +29,7 @@ class Eagle(Head):
         L = model.c.n_layers
         dim = model.c.dim
         self.model = model
-        self.shape = {"fused": bool(fused)}
+        self.arguments = {"fused": bool(fused)}
         blocks = (L // 4, L // 2, L) if fused else (L,)
         self.taps = [2 * max(1, b) - 1 for b in blocks]
         self.own = graft(model, 0, 1)
@@ -45,8 +45,8 @@ class Eagle(Head):
         x = self.own.embed(tokens)
         if before.shape[-1] > x.shape[-1]:
             states = before.unflatten(-1, (len(self.taps), -1))
-            before = self.own.linear(unit(states).flatten(-2), self.weights.mix)
-        return x + self.own.linear(unit(before), self.weights.matrix)
+            before = self.own.linear(normed(states).flatten(-2), self.weights.mix)
+        return x + self.own.linear(normed(before), self.weights.matrix)
 
     def predict(self, tokens, trace, cache):
         T = tokens.shape[1]

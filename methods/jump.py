@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drafter import chain
-from methods.base import Head, HeadDraft, graft, unit
+from methods.base import Head, HeadDraft, graft, normed
 from model import Placement, Refused
 
 
@@ -39,7 +39,7 @@ class Jump(Head):
             raise Refused(f"a jump over {start} blocks does not land before {blocks} more of "
                           f"{model.c.n_layers}")
         self.model = model
-        self.shape = {"start": start, "blocks": blocks}
+        self.arguments = {"start": start, "blocks": blocks}
         self.layers = slice(start, start + blocks)
         self.taps = [2 * (start + blocks) - 1]
         self.own = graft(model, start, blocks)
@@ -58,10 +58,10 @@ class Jump(Head):
         trace = dict.fromkeys([first, self.taps[0], last])
         self.model.run(x, Placement.span(0, tokens.shape[1], tokens.device), trace=trace)
         trace[-1] = x
-        after = unit(trace[self.taps[0]])
-        both = torch.cat([after[:, :-1], unit(x)[:, 1:]], -1)
+        after = normed(trace[self.taps[0]])
+        both = torch.cat([after[:, :-1], normed(x)[:, 1:]], -1)
         lead(self.weights.matrix, both, (trace[first] - x)[:, 1:])
-        lead(self.weights.readout, after, unit(trace[last]) - after)
+        lead(self.weights.readout, after, normed(trace[last]) - after)
 
     def part(self, cache):
         """The target's cache at the copied blocks, in the same memory."""
@@ -72,12 +72,12 @@ class Jump(Head):
     def land(self, tokens, before):
         """What enters the copies, by tokens and the states before them. (B, T, dim)"""
         x = self.own.embed(tokens)
-        both = torch.cat([unit(before), unit(x)], -1)
+        both = torch.cat([normed(before), normed(x)], -1)
         return x + self.own.linear(both, self.weights.matrix)
 
     def read_out(self, x):
         """Raw logits (B, T, V) by what leaves the copies (B, T, dim)."""
-        x = unit(x)
+        x = normed(x)
         return self.own.unembed(x + self.own.linear(x, self.weights.readout))
 
     def predict(self, tokens, trace, cache):

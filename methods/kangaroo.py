@@ -18,7 +18,7 @@ class ExitBlock(Head):
         self.trunk = early_exit(model.c.n_layers, exit_layer)
         self.taps = self.trunk[-1:]
         self.model = model
-        self.shape = {"exit_layer": exit_layer}
+        self.arguments = {"exit_layer": exit_layer}
         self.own = graft(model, exit_layer, 1)
         for part in self.lacks:
             delattr(self.own.blocks[0], part)

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drafter import chain
-from methods.base import Head, HeadDraft, unit
+from methods.base import Head, HeadDraft, normed
 from model import Refused
 
 
@@ -24,7 +24,7 @@ class Medusa(Head):
         V = model.c.vocab_size
         self.model = model
         self.steps = heads
-        self.shape = {"heads": heads, "markov": markov}
+        self.arguments = {"heads": heads, "markov": markov}
         self.taps = [2 * model.c.n_layers - 1]
         self.weights = nn.ParameterDict({"inner": model.tok.new_zeros(heads, dim, dim)})
         self.longest = heads
@@ -34,15 +34,15 @@ class Medusa(Head):
             self.weights.bias = nn.Parameter(model.tok.new_zeros(V, markov))
 
     def per_token(self):
-        return self.weights.inner[0].numel() + self.shape["markov"] * self.model.c.vocab_size
+        return self.weights.inner[0].numel() + self.arguments["markov"] * self.model.c.vocab_size
 
     def after(self, x, k, before):
         """The raw logits (B, T, V) of head k = 0, 1, ... after final states x (B, T, dim). They are
         for the token k + 1 places after the next one. `before` (B, T) is the token before that."""
         w = self.weights
-        x = unit(x)
+        x = normed(x)
         logits = self.model.unembed(x + F.silu(self.model.linear(x, w.inner[k])))
-        if self.shape["markov"]:
+        if self.arguments["markov"]:
             logits = logits + self.model.linear(F.embedding(before, w.before), w.bias)
         return logits
 

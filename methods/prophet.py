@@ -4,7 +4,7 @@ import torch
 
 from drafter import chain
 from kvcache import new_cache
-from methods.base import Head, HeadDraft, graft, unit
+from methods.base import Head, HeadDraft, graft, normed
 from model import Placement
 
 AHEAD = 4   # tokens that a prophet learns to predict from one state
@@ -18,14 +18,14 @@ class Prophet(Head):
 
     def __init__(self, model, blocks):
         self.model = model
-        self.shape = {"blocks": blocks}
+        self.arguments = {"blocks": blocks}
         self.own = graft(model, 0, blocks, max(1, model.c.hidden_dim // 2))
         self.taps = [2 * model.c.n_layers - 1]
         self.weights = self.own.blocks
 
     def predict(self, tokens, trace, cache):
         N = tokens.shape[1] - AHEAD                                        # a window for each state
-        start = unit(trace[self.taps[0]][:, :N, None])                          # (B, N, 1, dim)
+        start = normed(trace[self.taps[0]][:, :N, None])                        # (B, N, 1, dim)
         ids = tokens[:, 1:].unfold(1, AHEAD, 1)                                 # (B, N, AHEAD)
         x = torch.cat([start, self.own.embed(ids)], 2).flatten(0, 1)           # (B*N, 1+AHEAD, dim)
         at = Placement.span(0, 1 + AHEAD, x.device)
@@ -53,7 +53,7 @@ class ProphetDraft(HeadDraft):
             x = own.embed(token)
             at = Placement.span(k + 1, k + 2, x.device)
             if k == 0:
-                x = torch.cat([unit(last), x], 1)
+                x = torch.cat([normed(last), x], 1)
                 at = Placement.span(0, 2, x.device)
             return own.unembed(own.run(x, at, self.cache)[:, -1:])              # (B, 1, V)
 

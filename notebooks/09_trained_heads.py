@@ -22,7 +22,7 @@ SHIPPED = MODEL.name == "stories-llama"         # the text's figures are checked
 from methods.costs import by_weights
 from layerskip import SelfDraft
 from methods import heads
-from methods.base import unit
+from methods.base import normed
 from methods.eagle import Eagle
 from methods.kangaroo import ExitBlock, Kangaroo
 from methods.medusa import Medusa
@@ -62,7 +62,7 @@ print(f"{L} blocks; {len(stories)} stories with {sum(map(len, stories))} tokens 
 fresh = Medusa(model, 1)
 teacher = Teacher(model, stories[0], lambda logits: logits.softmax(-1))
 x = teacher.states[-1]                                          # (1, T, dim): the final states
-assert torch.allclose(fresh.after(x, 0, None), model.unembed(unit(x)), atol=1e-3)
+assert torch.allclose(fresh.after(x, 0, None), model.unembed(normed(x)), atol=1e-3)
 print("the fresh head predicts what the output head predicts: the next token, not the one after it")
 own = model.c.vocab_size * model.c.dim
 print(f"one of our heads has {fresh.count():,} weights; "

@@ -430,7 +430,7 @@ def draw_reading(side, head, L):
     """Notebook 9. What a trained head reads (squares), what it runs of the model (orange) and
     of its own (green), and which token it predicts (arrows). A column is a token, a row a height
     in the model; D, the last known token, is column 1. `explain_reading` has the legend."""
-    exits = "exit_layer" in head.shape
+    exits = "exit_layer" in head.arguments
     top = head.taps[-1] // 2 + 1                                # how high it reads
     ground = top if exits else 0                                # where its own module stands
     # the height of an attention, a matrix, or a block
