@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,13 @@ call = command(engine.main)
 
 
 # --- the cases
+
+
+def test_there_are_over_two_hundred_and_laws_among_them():
+    assert [case["case"] for case in CASES] == list(range(1, 225))
+    assert min(Counter(case["rule"] for case in CALLS).values()) >= 20 and len(LAWS) >= 12
+    assert {case["rule"] for case in LAWS} == {"token", "block", "tree", "match"}
+    assert KIT["mistakes"] == [mistake for *_, mistake in ENGINES]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
