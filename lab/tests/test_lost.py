@@ -244,13 +244,6 @@ def test_the_merging_by_hand(models):
     assert torch.allclose(latest(burger, [[[5], ids]])[0, 0, 3], want)
 
 
-@each_family
-def test_untouched_it_is_the_model(models, truth, family):
-    """With entries of one token."""
-    entries = list(write(Hamburger(models[family]), PROMPTS[0], 9, 2.0))
-    assert entries == [[t] for t in truth[family][0][:9]]
-
-
 def said(burger, row, entry, p):
     """After the entries `row` and the tokens `entry`: KL(p || what a step says), its stop logit."""
     x = burger.following(latest(burger, [row]), torch.tensor([[entry]]).long())[0, 0, -1]
@@ -406,8 +399,10 @@ def test_examples(module):
 
 
 @each_family
-def test_heads_start_as_the_model_itself(models, family):
+def test_what_is_untrained_is_the_model_itself(models, truth, family):
     m, ids = models[family], PROMPTS[0]
+    entries = list(write(Hamburger(m), ids, 9, 2.0))
+    assert entries == [[t] for t in truth[family][0][:9]], "entries of one token"
     row, bare = ([r.accepted.tolist() for _, r in rounds(m, PROMPTS, 20, drafter)]
                  for drafter in (M2R2(m, 2).drafter(3), SelfDraft(m, range(4), 3)))
     assert row == bare, "an untrained second row is the first one"

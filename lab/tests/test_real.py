@@ -47,9 +47,6 @@ def test_the_whole_benchmark(call, tmp_path, folder):
         assert rows["int4, gamma 3"]["tau"] > 2, "it is nearly the model"
         assert rows["int4, gamma 3"]["bytes"] < 0.4
     assert "transformers, plain" in data["results"]["T 0"]
-    status, out, _ = call("block", "--model", folder, "--draft", folder / "heads/eagle", "--quick",
-                          "--new", "8", "--prompts", "maths")
-    assert status == 0 and "1 prompts" in out and "/heads/eagle | 0.8 | 6 | 1." in out
 
 
 def test_a_small_model_drafts_for_a_real_one_and_texts_agree_to_the_bit(call, tmp_path, folder):

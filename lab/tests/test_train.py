@@ -138,6 +138,16 @@ def test_each_exit_is_measured_as_a_truncated_model():
     assert train.evaluate(m, tokens, 16, 47) == train.evaluate(m, tokens[:48], 16, 10**6)
 
 
+def ends_alike(call, flags, tmp_path, **changes):
+    """A run that is resumed must end as one that nothing stopped."""
+    for name in ("out", "whole"):
+        assert call(*flags(name, resume=True, **changes))[0] == 0
+    one, other = (state(tmp_path / name) for name in ("out", "whole"))
+    assert one["step"] == other["step"] and one["loss"] == other["loss"]
+    assert one["weights"].keys() == other["weights"].keys()
+    assert all(torch.equal(t, other["weights"][key]) for key, t in one["weights"].items())
+
+
 def save_half(state, path):
     """A kill while step 4 is saved."""
     torch.save(state, path)
@@ -151,12 +161,7 @@ def test_a_training_that_was_killed_ends_as_one_that_was_not(call, flags, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(train, "torch", SimpleNamespace(**vars(torch) | {"save": save_half}))
         assert call(*flags(**changes))[0] == 130 and state(tmp_path / "out")["step"] == 3
-    for name in ("out", "whole"):
-        assert call(*flags(name, resume=True, **changes))[0] == 0
-    one, other = (state(tmp_path / name) for name in ("out", "whole"))
-    assert one["step"] == other["step"] and one["loss"] == other["loss"]
-    assert one["weights"].keys() == other["weights"].keys()
-    assert all(torch.equal(t, other["weights"][key]) for key, t in one["weights"].items())
+    ends_alike(call, flags, tmp_path, **changes)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -173,10 +178,7 @@ def test_ctrl_c_keeps_all_steps_that_were_taken(number, call, flags, tmp_path, m
         status, _, err = call(*flags())
     assert status == 130 and state(tmp_path / "out")["step"] == 2 and "--resume" in err
     assert signal.getsignal(signal.SIGINT) is before
-    for name in ("out", "whole"):
-        assert call(*flags(name, resume=True))[0] == 0
-    one, other = (state(tmp_path / name)["weights"] for name in ("out", "whole"))
-    assert all(torch.equal(w, other[key]) for key, w in one.items())
+    ends_alike(call, flags, tmp_path)
 
 
 def test_what_cannot_be_resumed_is_refused(call, flags, begin, tmp_path):

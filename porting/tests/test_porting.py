@@ -14,7 +14,7 @@ from tiny import command
 
 from exercises.cuts import change
 from porting import check, make
-from porting.library_port import answer, cut_margin, tree_margin
+from porting.library_port import answer
 from porting.make import MISTAKES, SOURCE, answers, wrong_port
 
 PORTING = Path(__file__).parents[1]
@@ -59,33 +59,6 @@ def test_the_traces_are_those_of_the_version_and_small():
     assert sum(p.stat().st_size for p in check.TRACES.rglob("*") if p.is_file()) < 2e6
 
 
-def test_a_race_writes_one_text_with_any_draft_and_in_any_batch():
-    """Cases 1007 to 1009: a draft by the model's own blocks for two texts, no draft, and copies for
-    the second text alone."""
-    drafted, plain, alone = (CORE[n][1]["answer"]["texts"] for n in (1007, 1008, 1009))
-
-    def ids(texts):
-        return [[t for line in text for t in line["new"]] for text in texts]
-
-    assert ids(drafted) == ids(plain) and ids(alone) == ids(plain)[1:]
-    assert [len(text) for text in plain] == [12, 12] > [len(text) for text in drafted]
-
-
-# --- margins
-
-
-def test_the_margins_of_filters_and_trees_by_hand():
-    logits = torch.tensor([1.0, 3.0, 2.9, 0.0, -1.0]).double()
-    p = torch.tensor([0.5, 0.3, 0.2]).double()
-    assert cut_margin(logits) == cut_margin(logits, 1.0, top_k=1) == pytest.approx(0.1)
-    assert cut_margin(logits, 1.0) == math.inf
-    assert cut_margin(p.log(), 1.0, top_p=0.79) == pytest.approx(0.01)     # .8 is before the third
-    assert cut_margin(p.log(), 1.0, min_p=0.42) == pytest.approx(0.01)             # .2 beside .21
-    assert cut_margin(p.log(), 1.0, top_k=2, top_p=0.62) == pytest.approx(0.005, 1e-4)     # .625
-    p, q = torch.tensor([[0.5, 0.5], [0.5, 0.5]]), torch.tensor([[0.6, 0.4], [0.05, 0.95]])
-    assert tree_margin(p, [0, 1], [0, 0], q) == pytest.approx(0.05, rel=1e-4)   # (0, 1) less q
-
-
 # --- ports
 
 
@@ -97,14 +70,6 @@ def test_the_numpy_ports_pass(call):
     assert status == 0 and f"{core} of {core} cases pass {version}" in out and "999 ok" in out
     status, out, _ = call(sys.executable, PORTING / "numpy_trees.py")
     assert status == 0 and f"{len(ALL) + 1} of {len(ALL) + 1} cases pass" in out
-
-
-def test_a_refused_sibling_that_p_could_write_is_taken_from_what_is_left(monkeypatch):
-    """Case 884 sees a port that does not scale the rest: 0.45 < 0.3 / 0.5, but not < 0.3."""
-    monkeypatch.syspath_prepend(PORTING)
-    source, space = (PORTING / "numpy_trees.py").read_text(encoding="utf-8"), {"__name__": "trees"}
-    exec(change(source, "verify", "less / less.sum()", "less"), space)
-    assert space["judge"](CORE[884][0])["node"] == 0 != CORE[884][1]["answer"]["node"]
 
 
 def test_a_top_p_of_1_is_off_in_the_numpy_port():
@@ -123,14 +88,6 @@ def test_a_wrong_port_is_refused_by_name(scope, old, new, mistake):
     found = answers(wrong_port(scope, old, new), [check.absolute(CORE[number][0])])
     said, _ = check.report({number: CORE[number]}, found)
     assert f"    This very answer comes out if {mistake}." in said
-
-
-def test_names_are_those_of_the_very_case_and_answer_and_never_of_a_right_one():
-    """What cannot be told from a right answer by its fingerprint is not in mistakes.jsonl."""
-    a, b = {"accepted": 3, "token": 0}, {"accepted": 2, "token": 3}
-    assert check.named(812, CORE[812][1], a) == ["every draft is accepted"]
-    assert check.named(812, CORE[812][1], b) == check.named(813, CORE[812][1], a) == []
-    assert not any(check.named(n, expect, expect["answer"]) for n, (_, expect) in CORE.items())
 
 
 HALF = """
@@ -213,14 +170,16 @@ def test_exact_says_whether_rounding_depends_on_the_block(call):
 
 
 def test_what_the_runner_says_about_a_wrong_answer():
-    """No cause that a passing case refutes, no word of form about a wrong number, the margin of a
-    flipped token, and the name of a key that is misspelt."""
+    """The cause of this very answer to this very case, but none that a passing case refutes, no
+    word of form about a wrong number, the margin of a flipped token, and the name of a key that is
+    misspelt."""
     def said(answer, number, passing=None):
         verdicts = check.judge({number: CORE[number]}, {number: answer})
         return str(check.first_difference(CORE, verdicts | (passing or {}), {number: answer}))
 
     every = {"accepted": 3, "token": 0}
     assert "comes out if every draft is accepted" in said(every, 812)
+    assert "comes out" not in said(every, 813) + said({"accepted": 2, "token": 3}, 812)
     other = next(line["case"] for line in check.read_lines(check.TRACES / "mistakes.jsonl")
                  if line["mistake"] == "every draft is accepted" and line["case"] != 812)
     assert "every draft is accepted" not in said(every, 812, {other: None})
@@ -269,15 +228,11 @@ def test_a_port_that_gives_no_answer(call, body, words):
 
 
 def test_a_port_that_prints_for_ever_is_stopped(call, monkeypatch):
-    """By what it prints, be it one line, or by its time."""
-    endless = script("while True: sys.stdout.write('x' * 9999)")
+    """Even if all of it is one line."""
     monkeypatch.setattr(check, "MOST", 2**20)
-    status, out, _ = call("--case", 301, *endless)
+    status, out, _ = call("--case", 301, *script("while True: sys.stdout.write('x' * 9999)"))
     assert status == 1
     assert "stopped because it printed more than 1 MB, with 0 cases answered" in out
-    endless = script("while True: print('x', file=sys.stderr); time.sleep(0.01)")
-    status, out, _ = call("--seconds", 1, "--case", 301, *endless)
-    assert status == 1 and "stopped after 1.0 seconds" in out and "its last words are 'x'" in out
 
 
 @pytest.mark.parametrize("last, words", [
