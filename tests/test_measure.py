@@ -10,7 +10,6 @@ import torch
 from tiny import GEMMA, LLAMA, PROMPTS, make
 
 from machine import kept
-from machine.kept import identity
 from machine.quant import quantise
 from machine.recorded import Recorded, Session
 from machine.tapes import simulated
@@ -155,16 +154,6 @@ def test_how_often_a_draft_is_right_is_measured_in_a_text_of_its_own(models):
     assert rate.hits + rate.misses == TESTS
 
 
-def test_other_machines_models_and_types_have_other_tables(monkeypatch):
-    model, same = make(LLAMA), make(LLAMA, seed=1)
-    same(torch.tensor([[1, 2, 3]]))     # nor does it matter what it has read so far
-    names = [identity(m)
-             for m in (model, same, make(LLAMA).float(), quantise(model, "int8"), make(GEMMA))]
-    assert names[0] == names[1] and len(set(names)) == 4
-    monkeypatch.setattr(kept, "hardware", lambda device: "another one, 64 threads")
-    assert identity(model) not in names
-
-
 def test_a_table_that_makes_no_sense_is_refused_and_a_short_one_read(tmp_path):
     path = tmp_path / "costs.json"
     short = {"attention": 1, "mlp": 2, "head": 2}
@@ -195,7 +184,8 @@ def test_a_table_is_kept_and_measured_again_only_if_it_is_damaged(
     assert kept_costs(m, arms)[0] is measured[2] and "not kept" in capsys.readouterr().err
 
 
-def test_other_arms_rows_and_settings_have_their_own_table(models, measured):
+def test_other_arms_rows_settings_models_types_and_machines_have_their_own_table(
+        models, measured, monkeypatch):
     m = models["llama"]
     machine = by_weights(m.c)
     for _ in range(2):
@@ -206,4 +196,14 @@ def test_other_arms_rows_and_settings_have_their_own_table(models, measured):
         kept_costs(m, rows=2)
         kept_costs(m, settings=(("top_p", 0.9),))
         kept_costs(Recorded(m, Session([simulated])))
-    assert len(measured) == 7
+        for other in (make(m.c).float(), quantise(m, "int8"), make(GEMMA),
+                      make(replace(m.c, window=5))):
+            kept_costs(other)
+        assert len(measured) == 11
+    same = make(m.c, seed=1)
+    same(torch.tensor([[1, 2, 3]]))     # nor does it matter what it has read so far
+    kept_costs(same)
+    assert len(measured) == 11
+    monkeypatch.setattr(kept, "hardware", lambda device: "another one, 64 threads")
+    kept_costs(m)
+    assert len(measured) == 12

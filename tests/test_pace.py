@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_heads import wild
 from tiny import (
-    LIVELY,
     LLAMA,
     PROMPTS,
     TINY_GEMMA,
@@ -25,7 +24,6 @@ from tiny import (
 from control import MOST, expected_tokens
 from drafter import ModelDraft
 from layerskip import SelfDraft, without
-from machine.exact import Race, exactly
 from methods.arms import (
     BIN_FADE,
     FADE,
@@ -87,20 +85,6 @@ test_greedy_identity = promises.greedy_identity(PACES)
 test_poison = promises.poison(PACES, ["cheap"], 14)
 test_damaged_weights = promises.damaged_weights(PACES, ["the rule alone"])
 test_exact_law = promises.exact_law({"gemma2": (TINY_GEMMA, tiny_pace)})
-
-
-@each_family
-def test_the_clock_changes_drafts_and_no_text(family):
-    """In float32, greedy and, with --exact, sampled: what lying clocks choose differs."""
-    m = exactly(make(LIVELY[family]).float(), False)
-    for probs in (to_probs, warm):
-        plain, _ = generate(m, PROMPTS, 30, None, probs, Race([1, 2, 3, 4]))
-        ways = set()
-        for seed in range(4):
-            pace = cheap(m, liar(seed))
-            assert generate(m, PROMPTS, 30, pace, probs, Race([1, 2, 3, 4]))[0] == plain
-            ways.add(str(pace.chosen))
-        assert len(ways) > 1
 
 
 # --- the guarantee
@@ -231,13 +215,15 @@ def test_blocks_that_are_dearer_than_the_table_says(true):
 
 
 def test_a_slower_machine_changes_nothing():
-    """Where passes and drafts take three times what the table says, each round is the same."""
+    """Where passes and drafts take three times what the table says, each round is the same, however
+    long whoever reads the text takes."""
     found = []
     for slow in (1.0, 3.0):
         clock = Hours()
         late = Late(TARGET, clock, 0.5 * slow)
         pace = pace_of(Arm("late", late, Line(0.5)), clock=clock)
-        generate(Dear(clock, slow, slow), PROMPTS[:1], 100, pace)
+        for _ in rounds(Dear(clock, slow, slow), PROMPTS[:1], 100, pace):
+            clock.now += 20 * (slow - 1)
         found.append(late.rounds)
     assert found[0] == found[1]
 

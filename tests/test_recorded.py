@@ -22,6 +22,7 @@ from tiny import (
     a_tree,
     each_family,
     make,
+    opened,
     small,
 )
 
@@ -45,17 +46,17 @@ DRAFTERS = {
     "model": lambda m: ModelDraft(small(m), Says(lambda state: sum(map(len, state.known)) % 6))}
 
 
-def on_paper(model, widths=(1, 2, 4, 8), ways=(simulated,), say=pytest.fail):
+WIDTHS = 1, 2, 4, 8
+
+
+def on_paper(model, widths=WIDTHS, ways=(simulated,), say=pytest.fail):
     return Recorded(model, Session(ways, say), widths)
 
 
 @pytest.fixture(scope="module")
 def models():
     """They record whatever is new."""
-    found = {family: on_paper(make(c)) for family, c in LIVELY.items()}
-    for m in found.values():
-        m.session.open = True
-    return found
+    return {family: Recorded(make(c), opened(), WIDTHS) for family, c in LIVELY.items()}
 
 
 # --- texts and single passes
@@ -83,9 +84,8 @@ def test_a_replayed_block_is_the_eager_one(models, family, as_slice):
     """Padding changes nothing, also where the block ends with the cache."""
     eager, S = models[family].model, 17
     tokens = torch.randint(17, (2, S))
-    for widths, T in (((1, 2, 4, 8), 1), ((1, 2, 4, 8), 5), ((7,), 5)):
-        m = on_paper(eager, widths)
-        m.session.open = True
+    for widths, T in ((WIDTHS, 1), (WIDTHS, 5), ((7,), 5)):
+        m = Recorded(eager, opened(), widths)
         for start in range(1, S - T + as_slice, 2 - as_slice):  # the last slot of a tensor is dead
             caches = new_cache(m, 2, S), KVCache(m.c, 2, S, torch.float64)
             here, x = Placement.span(start, start + T), m.embed(tokens[:, start : start + T])
@@ -105,8 +105,7 @@ def test_a_tree_is_replayed(models, family):
     """Dead tokens fill the block to 4 and 8, and the slots after it are finite."""
     eager = models[family].model
     for widths in (1, 2, 4), (8,):
-        m = on_paper(eager, widths)
-        m.session.open = True
+        m = Recorded(eager, opened(), widths)
         for _ in range(3):
             x, at, (filled, other) = a_tree(eager)
             cache = new_cache(m, *filled.k.shape[1:4:2])
@@ -133,8 +132,8 @@ def test_what_is_wide_or_has_no_cache_of_its_own_runs_eagerly(models):
 @each_family
 def test_a_traced_pass_is_that_of_an_eager_pass(models, family):
     """Also of an attention, after which it is cut. A skipped state stays None."""
-    eager, m, subs = models[family].model, on_paper(models[family].model), [0, 1, 3, 6, 7, 8, 11]
-    m.session.open = True
+    eager, subs = models[family].model, [0, 1, 3, 6, 7, 8, 11]
+    m = Recorded(eager, opened(), WIDTHS)
     cache, x = new_cache(m, 1, 30), m.embed(torch.tensor([[1, 2, 3]]))
     for sublayers in (None, subs):
         for taps in ([3], [3, 7, 11], [2, 8]):
