@@ -17,18 +17,7 @@ from methods.arms import candidates, self_draft
 from methods.costs import Machine, by_weights
 from sampling import to_probs
 from support import measure
-from support.measure import (
-    TESTS,
-    WIDTHS,
-    Measured,
-    as_measured,
-    by_bytes,
-    by_clock,
-    kept_costs,
-    measure_arms,
-    measure_step,
-    read_machine,
-)
+from support.measure import Measured, as_measured, by_clock, kept_costs, measure_arms
 
 
 @pytest.fixture
@@ -57,7 +46,7 @@ def test_what_a_machine_is_made_of(models, monkeypatch):
 
     def fake(actions, *how):
         called.extend(action() for action in actions.values())
-        plain = {T: 43.0 + 2 * T for T in WIDTHS} | {"far": 54.6}
+        plain = {T: 43.0 + 2 * T for T in measure.WIDTHS} | {"far": 54.6}
         return {"step": 3.0, "head": 2.0} | {(T, ""): seconds for T, seconds in plain.items()}
 
     monkeypatch.setattr(measure, "interleave", fake)
@@ -66,15 +55,15 @@ def test_what_a_machine_is_made_of(models, monkeypatch):
     assert {key.piece.sublayers for key in fast.tapes if key.piece} == {tuple(range(12))}
     slope = 9.6 / 960 / 6
     block = 42 / 6 - 64 * slope
-    counted = by_bytes(models["llama"])
+    counted = measure.by_bytes(models["llama"])
     mlp = block * counted.mlp / (counted.attention + counted.mlp)
     want = Machine.of(6, block - mlp, mlp, 2.0, 1.0, slope)
     assert astuple(m)[:6] == pytest.approx(astuple(want)[:6])
-    assert m.wide == tuple((T, (43 + 2 * T) / 45) for T in WIDTHS)
+    assert m.wide == tuple((T, (43 + 2 * T) / 45) for T in measure.WIDTHS)
     assert m.verify(64) * m.unit == pytest.approx(45)
     assert m.verify(1024) * m.unit == pytest.approx(54.6)
     assert [x.shape for x in called[2::2]] == [(1, 1, 17)] * 10, "one token before each round"
-    assert [x.shape for x in called[3::2]] == [(1, T, 17) for T in (*WIDTHS, 1)]
+    assert [x.shape for x in called[3::2]] == [(1, T, 17) for T in (*measure.WIDTHS, 1)]
 
 
 def test_a_step_of_a_copy_is_relative_to_the_models(models, monkeypatch):
@@ -90,7 +79,7 @@ def test_a_step_of_a_copy_is_relative_to_the_models(models, monkeypatch):
     fast = Recorded(models["llama"], Session([simulated]))
     twin = fast.alongside(quantise(models["llama"], "int4"))
     monkeypatch.setattr(twin, "run", lambda x, at, cache: seen.append((at.first, at.end)) or x)
-    assert measure_step(fast, twin) == 0.25
+    assert measure.measure_step(fast, twin) == 0.25
     assert seen == [(64, 65)] * 2 and fast.replays(), "rehearsed, and measured"
 
 
@@ -151,7 +140,7 @@ def test_how_often_a_draft_is_right_is_measured_in_a_text_of_its_own(models):
     *_, small = (as_measured(arm, found[arm.name]) for arm in arms)
     rate = small.drafter.rule.acceptance
     assert rate.mean() == pytest.approx(found["small model"][-1])
-    assert rate.hits + rate.misses == TESTS
+    assert rate.hits + rate.misses == measure.TESTS
 
 
 def test_a_table_that_makes_no_sense_is_refused_and_a_short_one_read(tmp_path):
@@ -161,9 +150,9 @@ def test_a_table_that_makes_no_sense_is_refused_and_a_short_one_read(tmp_path):
                    {"passes": [[1, 1.0]]}, {"wide": [[1, math.inf]]}):
         path.write_text(json.dumps(short | damage))
         with pytest.raises(ValueError, match="costs.json: not a table of costs"):
-            read_machine(path, LLAMA)
+            measure.read_machine(path, LLAMA)
     path.write_text(json.dumps(short | {"unit": 3.0}))
-    assert read_machine(path, LLAMA) == Machine(6, 0.05, 0.1, 0.1, unit=60.0)
+    assert measure.read_machine(path, LLAMA) == Machine(6, 0.05, 0.1, 0.1, unit=60.0)
 
 
 def test_a_table_is_kept_and_measured_again_only_if_it_is_damaged(

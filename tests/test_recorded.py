@@ -10,21 +10,7 @@ import promises
 import pytest
 import torch
 from paper_gpu import PaperGPU
-from tiny import (
-    FAMILIES,
-    GEMMA,
-    GEMMA3,
-    LIVELY,
-    LLAMA,
-    PROMPTS,
-    Says,
-    Unsure,
-    a_tree,
-    each_family,
-    make,
-    opened,
-    small,
-)
+from tiny import GEMMA3, LIVELY, PROMPTS, Says, Unsure, a_tree, each_family, make, opened, small
 
 from drafter import ModelDraft
 from kvcache import KVCache, new_cache, prefill
@@ -295,7 +281,7 @@ def test_nothing_inside_a_graph_waits(family, monkeypatch):
         # trap: only what was computed while it was captured is there to replay
         for name, fake in ("graph", capture), ("CUDAGraph", Mock), ("graph_pool_handle", object):
             monkeypatch.setattr(torch.cuda, name, fake)
-        m = make(FAMILIES[family], device="cuda")
+        m = make(LIVELY[family], device="cuda")
         fast = on_paper(m, (1, 8), [graph])
         fast.session.open = True
         prompts = [PROMPTS[0] * 2, PROMPTS[3] + PROMPTS[1]]
@@ -306,7 +292,7 @@ def test_nothing_inside_a_graph_waits(family, monkeypatch):
         assert len(pools) == 4 and len(set(pools)) == 1, "the draft and its check, in both widths"
 
 
-@pytest.mark.parametrize("c", [LLAMA, GEMMA, GEMMA3], ids=["llama", "gemma2", "gemma3"])
+@pytest.mark.parametrize("c", [*LIVELY.values(), GEMMA3], ids=[*LIVELY, "gemma3"])
 @torch.inference_mode()
 def test_joined_blocks_are_the_blocks(c):
     """One compiled function serves all sub-layers of a kind."""
@@ -341,7 +327,7 @@ def test_joined_blocks_are_the_blocks(c):
 
 def test_replays_wait_for_nothing(truth):
     with PaperGPU() as gpu:
-        fast = on_paper(make(LLAMA, device="cuda"))
+        fast = on_paper(make(LIVELY["llama"], device="cuda"))
         for fast.session.open in (True, False):
             gpu.waits = []
             *_, (state, _) = rounds(fast, PROMPTS, 20, SelfDraft(fast, range(8), 3))
