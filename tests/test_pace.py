@@ -2,6 +2,7 @@
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import promises
 import pytest
@@ -35,7 +36,6 @@ from methods.standin import ShortHead
 from model import StandIn
 from sampling import Coins, to_probs
 from speculative import generate, rounds
-from support.measure import Measured, as_measured
 
 SKIP = without(6, attn=[1, 4], mlp=[2])
 IDS = [4, 9, 0, 2, 16, 3]
@@ -279,16 +279,14 @@ def test_choosing_is_paid_from_the_balance():
 def test_a_rule_that_takes_long_is_not_asked():
     """Then the arm drafts the length that is best by its acceptance rate, and learns it all the
     same."""
-    asked = []
-    for asking in 0.5 * OVERHEAD, 2 * OVERHEAD:
-        arm = as_measured(an_arm(TARGET, 0.2, Calibrated()), Measured(0.0, 0.2, asking, 0.6))
-        rule = arm.drafter.rule
-        assert rule.acceptance.mean() == 0.6
-        ask = rule.unlikely
-        rule.unlikely = lambda *args, ask=ask: asked.append(1) or ask(*args)
-        asked.clear()
-        generate(TARGET, PROMPTS[:1], 60, pace_of(arm))
-        assert rule.acceptance.mean() > 0.9 and bool(asked) == (asking < OVERHEAD)
+    for asks in True, False:
+        rule = Calibrated(prior=0.6)
+        rule.asks = asks
+        rule.unlikely = Mock(wraps=rule.unlikely)
+        steps = rounds(TARGET, PROMPTS[:1], 60, pace_of(an_arm(TARGET, 0.2, rule)))
+        lengths = [r.draft.tokens.shape[1] for _, r in steps]
+        assert rule.unlikely.called == asks and rule.acceptance.mean() > 0.9
+        assert asks or lengths[0] == 2, "1.96 / 1.4 is more than 1.6 / 1.2 and 2.176 / 1.6"
 
 
 # --- what it knows
