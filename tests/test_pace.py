@@ -15,6 +15,7 @@ from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, smal
 from control import MOST, expected_tokens
 from drafter import ModelDraft
 from layerskip import SelfDraft, without
+from machine.exact import Race, exactly
 from methods.arms import (
     BIN_FADE,
     FADE,
@@ -75,6 +76,17 @@ test_greedy_identity = promises.greedy_identity(PACES)
 test_poison = promises.poison(PACES, ["cheap"], 14)
 test_damaged_weights = promises.damaged_weights(PACES, ["the rule alone"])
 test_exact_law = promises.exact_law({"gemma2": (TINY_GEMMA, tiny_pace)})
+
+
+@each_family
+def test_the_clock_changes_drafts_and_no_text(models, family):
+    """With --exact not even a sampled one, though what lying clocks choose differs."""
+    m = exactly(make(models[family].c).float(), False)
+    paces = [cheap(m, liar(seed)) for seed in range(4)]
+    plain, *texts = (generate(m, PROMPTS, 30, drafter, warm, Race([1, 2, 3, 4]))[0]
+                     for drafter in (None, *paces))
+    assert texts == 4 * [plain]
+    assert len({str(pace.chosen) for pace in paces}) > 1
 
 
 # --- the guarantee
