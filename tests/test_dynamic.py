@@ -76,6 +76,8 @@ def test_counts_fade_by_hand(models, monkeypatch):
 
 
 def test_del_knows_the_heads_share(models):
+    """Counted by weights, a block has 3072 + 4608 and the head 544."""
+    assert DEL(models["llama"]).costs[0] == pytest.approx((7680 + 544) / (6 * 7680 + 544))
     machine = Machine.of(6, 1.0, 1.0, 22.0)     # a draft costs 24 of 34
     drafter, score = headless(models["llama"], machine)
     score(torch.zeros(1, 1, 17).double(), to_probs(torch.zeros(1, 1, 17)), torch.tensor([[True]]))

@@ -9,26 +9,14 @@ import pytest
 import torch
 from tiny import GEMMA, LLAMA, PROMPTS, make
 
-from machine.files import identity
-from machine.pieces import Piece
 from machine.quant import quantise
 from machine.recorded import Recorded, Session
 from machine.tapes import simulated
 from methods.arms import candidates, self_draft
-from methods.costs import Machine, by_bytes, by_weights
+from methods.costs import Machine, by_weights
 from sampling import to_probs
 from support import measure
-from support.measure import (
-    TESTS,
-    WIDTHS,
-    Measured,
-    as_measured,
-    by_clock,
-    kept_costs,
-    measure_arms,
-    measure_step,
-    read_machine,
-)
+from support.measure import Measured, as_measured, by_clock, kept_costs, measure_arms
 
 
 @pytest.fixture
@@ -51,28 +39,30 @@ def measured(monkeypatch, tmp_path):
 
 def test_what_a_machine_is_made_of(models, monkeypatch):
     """Here a plain round takes 45 s and its step 3, of which the head takes 2. 960 more tokens add
-    9.6 s. Blocks share the rest by their bytes."""
+    9.6 s. Blocks share the rest by their bytes. A model that records does so with whole passes."""
     called = []
+    fast = Recorded(models["llama"], Session([simulated]))
 
     def fake(actions, *how):
         called.extend(action() for action in actions.values())
-        plain = {T: 43.0 + 2 * T for T in WIDTHS} | {"far": 54.6}
+        plain = {T: 43.0 + 2 * T for T in measure.WIDTHS} | {"far": 54.6}
         return {"step": 3.0, "head": 2.0} | {(T, ""): seconds for T, seconds in plain.items()}
 
     monkeypatch.setattr(measure, "interleave", fake)
     with torch.no_grad():
-        m = by_clock(models["llama"], repeats=3)
+        m = by_clock(fast, repeats=3)
+    assert {key.piece.sublayers for key in fast.tapes if key.piece} == {tuple(range(12))}
     slope = 9.6 / 960 / 6
     block = 42 / 6 - 64 * slope
-    counted = by_bytes(models["llama"])
+    counted = measure.by_bytes(models["llama"])
     mlp = block * counted.mlp / (counted.attention + counted.mlp)
     want = Machine.of(6, block - mlp, mlp, 2.0, 1.0, slope)
     assert astuple(m)[:6] == pytest.approx(astuple(want)[:6])
-    assert m.wide == tuple((T, (43 + 2 * T) / 45) for T in WIDTHS)
+    assert m.wide == tuple((T, (43 + 2 * T) / 45) for T in measure.WIDTHS)
     assert m.verify(64) * m.unit == pytest.approx(45)
     assert m.verify(1024) * m.unit == pytest.approx(54.6)
     assert [x.shape for x in called[2::2]] == [(1, 1, 17)] * 10, "one token before each round"
-    assert [x.shape for x in called[3::2]] == [(1, T, 17) for T in (*WIDTHS, 1)]
+    assert [x.shape for x in called[3::2]] == [(1, T, 17) for T in (*measure.WIDTHS, 1)]
 
 
 def test_a_step_of_a_copy_is_relative_to_the_models(models, monkeypatch):
@@ -88,7 +78,7 @@ def test_a_step_of_a_copy_is_relative_to_the_models(models, monkeypatch):
     fast = Recorded(models["llama"], Session([simulated]))
     twin = fast.alongside(quantise(models["llama"], "int4"))
     monkeypatch.setattr(twin, "run", lambda x, at, cache: seen.append((at.first, at.end)) or x)
-    assert measure_step(fast, twin) == 0.25
+    assert measure.measure_step(fast, twin) == 0.25
     assert seen == [(64, 65)] * 2 and fast.replays(), "rehearsed, and measured"
 
 
@@ -149,17 +139,7 @@ def test_how_often_a_draft_is_right_is_measured_in_a_text_of_its_own(models):
     *_, small = (as_measured(arm, found[arm.name]) for arm in arms)
     rate = small.drafter.rule.acceptance
     assert rate.mean() == pytest.approx(found["small model"][-1])
-    assert rate.hits + rate.misses == TESTS
-
-
-def test_other_machines_models_and_types_have_other_tables(monkeypatch):
-    model, same = make(LLAMA), make(LLAMA, seed=1)
-    same(torch.tensor([[1, 2, 3]]))     # nor does it matter what it has read so far
-    names = [identity(m)
-             for m in (model, same, make(LLAMA).float(), quantise(model, "int8"), make(GEMMA))]
-    assert names[0] == names[1] and len(set(names)) == 4
-    monkeypatch.setattr("machine.files.hardware", lambda device: "another one, 64 threads")
-    assert identity(model) not in names
+    assert rate.hits + rate.misses == measure.TESTS
 
 
 def test_a_table_that_makes_no_sense_is_refused_and_a_short_one_read(tmp_path):
@@ -169,9 +149,9 @@ def test_a_table_that_makes_no_sense_is_refused_and_a_short_one_read(tmp_path):
                    {"passes": [[1, 1.0]]}, {"wide": [[1, math.inf]]}):
         path.write_text(json.dumps(short | damage))
         with pytest.raises(ValueError, match="costs.json: not a table of costs"):
-            read_machine(path, LLAMA)
+            measure.read_machine(path, LLAMA)
     path.write_text(json.dumps(short | {"unit": 3.0}))
-    assert read_machine(path, LLAMA) == Machine(6, 0.05, 0.1, 0.1, unit=60.0)
+    assert measure.read_machine(path, LLAMA) == Machine(6, 0.05, 0.1, 0.1, unit=60.0)
 
 
 def test_a_table_is_kept_and_measured_again_only_if_it_is_damaged(
@@ -192,7 +172,8 @@ def test_a_table_is_kept_and_measured_again_only_if_it_is_damaged(
     assert kept_costs(m, arms)[0] is measured[2] and "not kept" in capsys.readouterr().err
 
 
-def test_other_arms_rows_and_settings_have_their_own_table(models, measured):
+def test_other_arms_rows_settings_models_types_and_machines_have_their_own_table(
+        models, measured, monkeypatch):
     m = models["llama"]
     machine = by_weights(m.c)
     for _ in range(2):
@@ -203,12 +184,14 @@ def test_other_arms_rows_and_settings_have_their_own_table(models, measured):
         kept_costs(m, rows=2)
         kept_costs(m, settings=(("top_p", 0.9),))
         kept_costs(Recorded(m, Session([simulated])))
-    assert len(measured) == 7
-
-
-def test_a_recorded_model_replays_passes(models, monkeypatch):
-    recorded, made = Recorded(models["llama"], Session([simulated])), []
-    monkeypatch.setattr(Recorded, "record", lambda self, f, *args: made.append(f))
-    by_clock(recorded, repeats=2)
-    pieces = {f.sublayers for f in made if isinstance(f, Piece)}
-    assert pieces == {tuple(range(12))}, "no sub-layer alone"
+        for other in (make(m.c).float(), quantise(m, "int8"), make(GEMMA),
+                      make(replace(m.c, window=5))):
+            kept_costs(other)
+        assert len(measured) == 11
+    same = make(m.c, seed=1)
+    same(torch.tensor([[1, 2, 3]]))     # nor does it matter what it has read so far
+    kept_costs(same)
+    assert len(measured) == 11
+    monkeypatch.setattr("machine.files.hardware", lambda device: "another one, 64 threads")
+    kept_costs(m)
+    assert len(measured) == 12

@@ -1,4 +1,4 @@
-"""Trees: the mask, recursive rejection, the loop, the shapes, and drafts with siblings."""
+"""Trees: recursive rejection, the loop, the shapes, and drafts with siblings."""
 import itertools
 from collections import Counter
 
@@ -8,7 +8,7 @@ import tiny
 import torch
 from promises import Watched, reader
 from test_speculative import dice
-from tiny import LIVELY, PROMPTS, TINY, each_family, make, read, small, warm
+from tiny import PROMPTS, TINY, each_family, read, small, warm
 
 from drafter import Draft, Drafter, ModelDraft
 from kvcache import KVCache
@@ -16,49 +16,11 @@ from lab.then import Then
 from layerskip import SelfDraft
 from methods import trees
 from methods.lookup import NGram
-from methods.trees import Siblings, Tree, ancestors, rank_acceptance, tree_tokens, verify_tree
-from model import Placement
+from methods.trees import Siblings, Tree, rank_acceptance, tree_tokens, verify_tree
 from sampling import Coins, to_probs
 from search import Teacher
 from speculative import generate, rounds
 from verification import verify
-
-
-def paths(parents):
-    """The nodes from the root to each node, as lists."""
-    found = [[0]]
-    for k, parent in enumerate(parents, 1):
-        found.append([*found[parent], k])
-    return found
-
-
-def test_ancestors_are_the_path_to_each_node():
-    for parents in itertools.product(*map(range, range(1, 6))):
-        seen = ancestors(torch.tensor([parents]))[0]
-        assert [row.nonzero()[:, 0].tolist() for row in seen] == paths(parents)
-
-
-# --- one pass over a tree
-
-
-@each_family
-def test_the_paths_of_a_tree_equal_chains(family):
-    """Two rows at different places, each with a tree of its own; what is dead holds garbage."""
-    m, n, parents = make(LIVELY[family]), [9, 4], [[0, 0, 1, 1, 2, 5], [0, 1, 2, 0, 4, 0]]
-    texts, nodes = torch.arange(18).view(2, 9) * 5 % 17, torch.arange(14).view(2, 7) * 3 % 17
-    cache = KVCache(m.c, 2, 24, torch.float64)
-    m.run(m.embed(texts), Placement.span(0, 9), cache)
-    for row, length in enumerate(n):
-        cache.k[:, row, :, length:], cache.v[:, row, :, length:] = 1e3, -1e3
-    tree, first = ancestors(torch.tensor(parents)), torch.tensor(n)[:, None]
-    slots, positions = first + torch.arange(7), first + tree.sum(-1) - 1
-    whole = m.run(m.embed(nodes), Placement(positions, slots, 4, 20, tree), cache)
-    for row, text in enumerate(texts):
-        for path in paths(parents[row]):
-            ids = torch.cat([text[: n[row]], nodes[row, path]])[None]
-            want = m.run(m.embed(ids), Placement.span(0, ids.shape[1]))[0, n[row] :]
-            assert (whole[row, path] - want).abs().max() < 1e-11
-
 
 # --- recursive rejection
 
@@ -209,8 +171,10 @@ def all_trees(nodes):
     ([0.6, 0.2, 0.1], 0.1, 0.02), ([0.3, 0.35], 0.05, 0.05), ([0.9], 0.1, 0.1), ([], 0.0, 0.0)])
 def test_the_best_tree_is_the_best_of_all(acceptance, depth_cost, node_cost):
     def speed(parents):
-        depth = max(map(len, paths(parents))) - 1
-        cost = 1 + depth * depth_cost + len(parents) * node_cost
+        depths = [0]
+        for parent in parents:
+            depths.append(depths[parent] + 1)
+        cost = 1 + max(depths) * depth_cost + len(parents) * node_cost
         return tree_tokens(parents, acceptance) / cost
 
     def of_siblings(parents):
