@@ -54,16 +54,16 @@ class Pace(Wrapper):
     choice holds for several rounds.
     """
 
-    def __init__(self, model, arms=None, machine=None, most=MOST, clock=None):
+    def __init__(self, model, arms=None, machine=None, longest=MOST, clock=None):
         machine = machine or by_weights(model.c)
         self.model = model
-        self.most = most
+        self.longest = longest
         self.arms = candidates(model, machine) if arms is None else list(arms)
         self.copies = Copies()
         self.nothing = Arm("nothing", Drafter(), Line(0.0))
         self.machine = machine
         # a pass over 0, 1, 2, ... tokens relative to one
-        self.wide = [between(machine.wide, max(1, T)) for T in range(most + 2)]
+        self.wide = [between(machine.wide, max(1, T)) for T in range(longest + 2)]
         self.watch = Watch(clock, machine.unit)
         self.balance = STAKE
         self.shortest = Shortest(0)
@@ -87,11 +87,11 @@ class Pace(Wrapper):
             self.chosen[self.nothing.name] += 1
             return Draft.none(state)
         arm = self.choice.arm
-        most = len(self.choice.costs) - 1
+        longest = len(self.choice.costs) - 1
         if arm in self.arms:
-            arm.drafter.rule.longest = most
+            arm.drafter.rule.longest = longest
         unread = arm.catch_up()
-        draft = arm.propose(state).cut(most)
+        draft = arm.propose(state).cut(longest)
         K = draft.tokens.shape[1]
         self.chosen[arm.name if K else self.nothing.name] += 1
         # copies cost nothing, and a GPU is still drafting
@@ -103,7 +103,7 @@ class Pace(Wrapper):
         """Choose how this round drafts. Where choosing takes long and the same arm wins again, the
         choice holds for more rounds, and nothing else is looked at until then."""
         n = max(state.lengths)
-        room = min(self.most, max(state.room))
+        room = min(self.longest, max(state.room))
         last = self.choice
         if last.holds > 0 or self.watch.ratio("thinking") > self.balance:
             arm = self.nothing if last.arm is self.copies else last.arm
@@ -119,23 +119,23 @@ class Pace(Wrapper):
             self.choice.holds = min(last.lasted, thinking / OVERHEAD)
         self.watch.stop("thinking")
 
-    def costs(self, arm, n, most):
+    def costs(self, arm, n, room):
         """What a round with 0, 1, ... tokens of this arm costs, by the table and the clock."""
         plain = self.machine.verify(n)
         wide = self.watch.ratio("wide")
         ratio = self.watch.ratio(arm)
         once = ratio * arm.once
         each = ratio * arm.each.at(n)
-        passes = self.wide[2 : 2 + min(arm.longest, most)]
+        passes = self.wide[2 : 2 + min(arm.longest, room)]
         return [plain, *(once + g * each + plain * max(1.0, wide * relative)
                          for g, relative in enumerate(passes, 1))]
 
-    def offer(self, arm, n, most, thinking=0.0):
+    def offer(self, arm, n, room, thinking=0.0):
         """The Choice of an arm, with as many of these tokens as half of the balance covers if
         nothing is accepted. If one draft could lose all of it, no other would be made."""
-        if most == 0:   # nothing to decide, in most rounds where no draft gains
+        if room == 0:   # nothing to decide, in most rounds where no draft gains
             return Choice(arm, [self.machine.verify(n)], thinking)
-        plain, *costs = self.costs(arm, n, most)
+        plain, *costs = self.costs(arm, n, room)
         reading = self.watch.ratio(arm) * arm.catch_up()
         spare = self.balance / 2 + plain - thinking - reading
         covered = takewhile(lambda cost: cost <= spare, costs)
@@ -194,7 +194,7 @@ class Pace(Wrapper):
             if not self.chosen[arm.name]:
                 continue
             alpha = arm.drafter.rule.acceptance.mean()
-            speed, _ = promise(self.costs(arm, 0, self.most), alpha)
+            speed, _ = promise(self.costs(arm, 0, self.longest), alpha)
             said.append(f"{arm.name} {self.chosen[arm.name]} ({alpha:.0%} accepted, "
                         f"cost {self.watch.ratio(arm) * arm.each.start:.2f}, "
                         f"promise {speed:.2f})")

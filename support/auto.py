@@ -72,8 +72,8 @@ def auto(options, model, tokenizer):
         machine, table = measure.kept_costs(
             model, arms(), texts, probs, options.rows, tuple(settings.items()))
 
-    def build(most):
-        return Pace(model, arms(), machine, most, clock)
+    def build(longest):
+        return Pace(model, arms(), machine, longest, clock)
 
     def parts():
         return [arm.alone(min(2, arm.longest)) for arm in arms()]

@@ -60,7 +60,7 @@ def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, arms, storie
     pace = plan("--draft", "auto", "--skip", "a3,m4", "--gamma", "5",
                 "--draft-vocab", tmp_path / "draft_vocab.json").make()
     ways = {way.name: way.drafter for way in pace.arms}
-    assert pace.most == 5 and len(ways["skip set"].sublayers) == 2 * L - 2
+    assert pace.longest == 5 and len(ways["skip set"].sublayers) == 2 * L - 2
     (tmp_path / "skip.json").write_text('{"attn": [2]}')
     assert arms(tmp_path)["skip set"].drafter.model.share == 1024 / 4096
 

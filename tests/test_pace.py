@@ -64,7 +64,7 @@ def cheap(m, clock=None):
 def tiny_pace(m):
     machine = Machine(3, 0.003, 0.003, 0.0)
     arms = [self_draft("exit 1", m, range(2), machine), head_draft(wild(Medusa(m, 2)), machine)]
-    return bold(Pace(m, arms, machine, most=2))
+    return bold(Pace(m, arms, machine, longest=2))
 
 
 def liar(seed):
@@ -239,7 +239,7 @@ def test_a_slower_machine_changes_nothing():
 def test_the_first_draft(price, alpha, most, drafted):
     """None for a gain of 4 %, one for 6 %; what half the stake pays for; as many as it may."""
     arm = an_arm(TARGET, price, never_stops(alpha), longest=most)
-    _, r = next(rounds(TARGET, PROMPTS[:1], 40, pace_of(arm, most=most)))
+    _, r = next(rounds(TARGET, PROMPTS[:1], 40, pace_of(arm, longest=most)))
     assert r.draft.tokens.shape[1] == drafted
 
 
@@ -498,5 +498,5 @@ def test_what_makes_no_sense(models):
     m = models["llama"]
     with pytest.raises(ValueError, match="model that decodes"):
         generate(m, PROMPTS, 4, Pace(make(LLAMA, 9)))
-    pace = Pace(m, candidates(m, CHEAP, SKIP), CHEAP, most=0)
+    pace = Pace(m, candidates(m, CHEAP, SKIP), CHEAP, longest=0)
     assert generate(m, PROMPTS[:1], 9, pace)[1] == 9 and pace.chosen == {"nothing": 9}
