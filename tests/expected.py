@@ -27,12 +27,6 @@ def wide():
             torch.set_default_dtype(default)
 
 
-def logits(m, ids):
-    """What `transformers` says, in float64. (B, T, V)"""
-    with wide(), torch.no_grad():
-        return m(ids).logits
-
-
 def byte_level(special, tokens, merges=(), adds_bos=True):
     """A byte-level tokenizer; with `adds_bos` each text begins with the first
     of the special tokens."""

@@ -23,19 +23,12 @@ STORIES = Tokenizer.from_file(str(WEIGHTS / "stories-llama" / "tokenizer.json"))
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
-class Letters:
-    """A tokenizer for the tiny models: id 0 is `a`."""
-
-    def decode(self, ids, skip_special_tokens=True):
-        return "".join(chr(97 + i) for i in ids)
-
-
 def test_origins_of_real_runs():
     """Greedy, so that a draft was accepted exactly if the new token in its place is the same."""
     model = make(LLAMA)
     eos = [oracle(model, PROMPTS[0], 6)[-1]]
     for drafter in None, NGram(3, 1), SelfDraft(model, range(6), 3):
-        seen = Generation(Letters(), PROMPTS)
+        seen = Generation(STORIES, PROMPTS)
         for _, r in seen.watch(rounds(model, PROMPTS, 20, drafter, eos=eos)):
             for b, row in enumerate(r.new):
                 drafts = r.draft.tokens[b, : int(r.proposed[b])].tolist()
@@ -112,22 +105,19 @@ def pieces_of_all(t, ids, cut):
 SNOW = [10 + byte for byte in "\u2603".encode()]
 
 
-@given(st.lists(st.sampled_from([[1], [2], [3], SNOW, [10 + 10]]), min_size=1, max_size=12),
-       st.integers(1, 12), st.integers(0, 2))
-def test_pieces_are_those_of_the_whole_text(units, cut, half):
-    """Words, spaces, newlines and letters of three bytes, and perhaps a part of one at the end."""
-    t, ids = llama_2(), [i for unit in units for i in unit] + [2] + SNOW[:half]
-    cut = len([i for unit in units[:cut] for i in unit])
-    stream = Stream(t, ids[:cut])
-    assert ([stream.push(i) for i in ids[cut:]], stream.rest()) == pieces_of_all(t, ids, cut)
-
-
-@given(st.lists(st.integers(0, 4095), min_size=1, max_size=30))
-def test_pieces_of_any_ids_are_those_of_the_whole_text(ids):
-    stream = Stream(STORIES, ids[:1])
-    if stream.text == STORIES.decode(ids[:1]):      # else it is part of a character
-        got = [stream.push(i) for i in ids[1:]]
-        assert (got, stream.rest()) == pieces_of_all(STORIES, ids, 1)
+@pytest.mark.parametrize("t, units", [
+    (llama_2(), [[1], [2], [3], SNOW, [10 + 10]]), (STORIES, [[i] for i in range(4096)])],
+                         ids=["llama 2", "stories"])
+@given(data=st.data())
+def test_pieces_are_those_of_the_whole_text(t, units, data):
+    """Words, spaces, newlines and letters of three bytes, and perhaps a part of one at the end; or
+    any ids."""
+    some = st.lists(st.sampled_from(units), min_size=1, max_size=15).map(lambda rows: sum(rows, []))
+    prompt, ids = data.draw(some), data.draw(some) + [2] + SNOW[: data.draw(st.integers(0, 2))]
+    stream = Stream(t, prompt)
+    if stream.text == t.decode(prompt):      # else it ends in a part of a character
+        got = [stream.push(i) for i in ids], stream.rest()
+        assert got == pieces_of_all(t, prompt + ids, len(prompt))
 
 
 def test_a_long_text_is_not_decoded_again_for_each_token():

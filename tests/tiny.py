@@ -150,11 +150,11 @@ class Branch(Coins):
         return torch.stack([self.pick(row) for row in rows]).view(weights.shape[:-1])
 
 
-def law(run, branch=Branch):
+def law(run):
     """{outcome: probability} over every path that run(coins) can take."""
     got, path = {}, []
     while True:
-        coins = branch(path)
+        coins = Branch(path)
         outcome = run(coins)
         got[outcome] = got.get(outcome, 0.0) + coins.weight
         path = path[: coins.i]
