@@ -43,7 +43,8 @@ def edit(file, drop=(), **changes):
         tensors = load_file(file) | changes
         save_file({key: t.clone() for key, t in tensors.items() if t is not None}, file)
     else:
-        kept = {key: v for key, v in json.loads(file.read_text()).items() if key not in drop}
+        content = json.loads(file.read_text()) if file.exists() else {}
+        kept = {key: value for key, value in content.items() if key not in drop}
         file.write_text(json.dumps(kept | changes))
 
 
@@ -254,27 +255,13 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, tmp_path):
     assert checkpoint.find_device() == torch.device("cpu")
 
 
-@pytest.mark.parametrize("adds_bos", [False, True])
-def test_a_text_has_the_ids_that_transformers_gives_it(adds_bos, tmp_path):
-    save(make(LLAMA), tmp_path, expected.byte_tokenizer(adds_bos))
-    ours = checkpoint.load(tmp_path, "cpu")[1]
-    for settings in ({}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}):
-        edit(tmp_path / "tokenizer_config.json", **settings)
-        theirs = AutoTokenizer.from_pretrained(tmp_path)
-        for text, special in itertools.product(("Once upon", "<s>Once", "Once</s>upon"),
-                                               (True, False)):
-            want = theirs(text, add_special_tokens=special).input_ids
-            assert checkpoint.encode(ours, text, 0, special) == want
-    assert checkpoint.encode(ours, "", bos=0) == [0]
-    for text, word in (("", "bos_token_id"), ("ab\ud800c", "position 2")):
-        with pytest.raises(ValueError, match=word):
-            checkpoint.encode(expected.byte_tokenizer(), text)
-
-
 MINE = TOOL | {"content": "<|mine|>", "special": True, "rstrip": True}
 
 
+@pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("files", [
+    {}, {"tokenizer_config": {"add_bos_token": True, "add_eos_token": True}},
+    {"tokenizer_config": {"add_bos_token": False}},
     {"tokenizer_config": {"added_tokens_decoder": {"65": MINE, "64": TOOL}}},
     {"tokenizer_config": {"added_tokens_decoder": {"64": MINE}, "pad_token": "Lily",
                           "extra_special_tokens": ["<tool>"]}},
@@ -284,20 +271,29 @@ MINE = TOOL | {"content": "<|mine|>", "special": True, "rstrip": True}
      "special_tokens_map": {"pad_token": "<tool>"}},
     {"added_tokens": {"<|mine|>": 65, "<tool>": 64},
      "special_tokens_map": {"sep_token": "<tool>"}}], ids=str)
-def test_tokens_that_other_files_list_are_one_id(files, tmp_path):
-    """As fine-tunes save them, and as AutoTokenizer reads them."""
-    save(make(LLAMA), tmp_path, expected.byte_tokenizer())
+def test_a_text_has_the_ids_that_transformers_gives_it(files, adds_bos, tmp_path):
+    """Tokens that other files list, as fine-tunes save them, are one id each."""
+    save(make(LLAMA), tmp_path, expected.byte_tokenizer(adds_bos))
     for name, content in files.items():
-        if name == "tokenizer_config":
-            content = {"tokenizer_class": "PreTrainedTokenizerFast"} | content
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        edit(tmp_path / f"{name}.json", **content)
     ours = checkpoint.read_tokenizer(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    for text in ("Once<|mine|> <tool> more", "<tool><tool>", "Lily<|mine|>", " <|mine|>Lily "):
-        want = theirs(text)["input_ids"]
-        assert checkpoint.encode(ours, text) == want, text
+    for text, special in itertools.product(
+            ("Once upon", "<s>Once", "Once</s>upon", "Once<|mine|> <tool> more", "<tool><tool>",
+             "Lily<|mine|>", " <|mine|>Lily "), (True, False)):
+        want = theirs(text, add_special_tokens=special).input_ids
+        assert checkpoint.encode(ours, text, 0, special) == want, text
         assert ours.decode(want, skip_special_tokens=True) == theirs.decode(
             want, skip_special_tokens=True)
+
+
+def test_a_text_without_ids():
+    """An empty one becomes the begin-of-text id, if there is one."""
+    tokenizer = expected.byte_tokenizer()
+    assert checkpoint.encode(tokenizer, "", bos=0) == [0]
+    for text, word in (("", "bos_token_id"), ("ab\ud800c", "position 2")):
+        with pytest.raises(ValueError, match=word):
+            checkpoint.encode(tokenizer, text)
 
 
 def test_a_chat_model_that_was_loaded_and_saved_is_the_same(tmp_path):
