@@ -269,7 +269,7 @@ def test_bad_input_is_one_line(call, argv, culprit, tmp_path):
 
 @pytest.mark.parametrize("argv, culprit", [
     ("-", "standard input"), ("--prompt-file /dev/null", "a pipe"), ("x --fast", "--fast"),
-    ("x --exact", "--exact"), ("x --draft eagle", "run one process")])
+    ("x --exact", "--exact")])
 def test_what_goes_with_one_process_only(call, monkeypatch, argv, culprit, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
     call.refuses(argv.split(), tmp_path, culprit)
