@@ -141,7 +141,7 @@ def test_whatever_a_text_holds_it_is_well_formed_and_nothing_of_the_prompt_is_it
 def test_picture(tmp_path, monkeypatch):
     ids = STORIES.encode("It costs $\\frac{1}$ or <b> & {\n\nOK?").ids
     seen = Generation(STORIES, [[0]])
-    seen.add(make_round([ids], [2], [len(ids)], vocab=4096))
+    seen.add(make_round([ids], [2], [len(ids)]))
     for columns in range(13, 40):
         monkeypatch.setattr(picture, "COLUMNS", columns)
         picture.draw(seen, tmp_path / "run.svg")
