@@ -49,7 +49,8 @@ def test_a_draft_vocabulary_shortens_the_head(call, plan, tmp_path):
         assert as_json(call, "--draft-vocab", path, *draft)["outputs"] == plain
         assert plan("--draft-vocab", path, *draft).make().model.ids.tolist() == few
     path.write_text('{"ids": [4096]}')
-    call.refuses(["x", "--draft-vocab", path], tmp_path, "vocab.json", "4095")
+    for draft in [], ["--draft", "exit"]:
+        call.refuses(["x", "--draft-vocab", path, *draft], tmp_path, "vocab.json", "4095")
 
 
 def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, arms, stories, tmp_path):
