@@ -27,26 +27,19 @@ def wide():
             torch.set_default_dtype(default)
 
 
-def logits(m, ids):
-    """What `transformers` says, in float64. (B, T, V)"""
-    with wide(), torch.no_grad():
-        return m(ids).logits
-
-
-def byte_level(special, tokens, merges=(), adds_bos=True):
-    """A byte-level tokenizer; with `adds_bos` each text begins with the first
-    of the special tokens."""
-    t = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *tokens])}, [*merges]))
+def byte_level(special, tokens):
+    """A byte-level tokenizer."""
+    t = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *tokens])}, []))
     t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     t.decoder = decoders.ByteLevel()
     t.add_special_tokens([AddedToken(token, special=True) for token in special])
-    if adds_bos:
-        t.post_processor = processors.TemplateProcessing(f"{special[0]} $A",
-                                                         special_tokens=[(special[0], 0)])
     return t
 
 
 def byte_tokenizer(adds_bos=False):
-    """Of 64 tokens: <s>, </s>, the space, letters and digits up to 8."""
-    return byte_level(["<s>", "</s>"], ["Ġ", *string.ascii_letters, *string.digits[:9]],
-                      adds_bos=adds_bos)
+    """Of 64 tokens: <s>, </s>, the space, letters and digits up to 8. With `adds_bos` each text
+    begins with <s>."""
+    t = byte_level(["<s>", "</s>"], ["Ġ", *string.ascii_letters, *string.digits[:9]])
+    if adds_bos:
+        t.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    return t

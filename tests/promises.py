@@ -4,6 +4,7 @@ tests puts its own drafters, {name: model -> drafter}, or some `names` of them, 
 other tests. """
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -245,49 +246,40 @@ def exact_law(laws, count=2, room=3, judge=verify):
     """The first `count` of `room` tokens, after however many rounds, have the law of the model's
     own. Each outcome comes from a drafter that has learnt nothing yet. laws:
     {name: (config, model -> drafter)}"""
-    @pytest.mark.parametrize("name", laws)
-    def test(name):
-        c, build = laws[name]
-        m = make(c, 3)
-        seen = set()
-
-        def probs(logits):
-            return to_probs(logits, 2.0, top_p=0.9)
-
-        def run(coins):
-            out = []
-            for _, r in rounds(m, [[1, 2, 1]], room, build(m), probs, coins, verify=judge):
-                out += r.new[0]
-                seen.add((int(r.accepted), int(r.proposed)))
-                if len(out) >= count:
-                    return tuple(out[:count])
-
-        assert_same_law(law(run), target_law(m, [1, 2, 1], probs, count))
-        assert len(seen) > 1, "the case should have drafts with several ends"
-    return test
+    hot = partial(to_probs, temperature=2.0, top_p=0.9)
+    return every_outcome(laws, laws, [[1, 2, 1]], count, room, hot, judge)
 
 
 def exact_law_of_a_ragged_batch(laws, names, judge=verify):
     """The rows share their coins and nothing else."""
+    cooler = partial(to_probs, temperature=1.5, top_p=0.7)
+    return every_outcome(laws, names, [[1, 2, 1], [2]], 2, 2, cooler, judge)
+
+
+def every_outcome(laws, names, prompts, count, room, probs, judge):
     @pytest.mark.parametrize("name", names)
     def test(name):
         c, build = laws[name]
-        m = make(c, 3)
-        prompts = [1, 2, 1], [2]
+        m, seen = make(c, 3), set()
 
-        def probs(logits):
-            return to_probs(logits, 1.5, top_p=0.7)
+        def run(coins):
+            out = [[] for _ in prompts]
+            for _, r in rounds(m, prompts, room, build(m), probs, coins, verify=judge):
+                seen.update(zip(r.accepted.tolist(), r.proposed.tolist(), strict=True))
+                for row, new in zip(out, r.new, strict=True):
+                    row += new
+                if min(map(len, out)) >= count:
+                    break
+            return tuple(tuple(row[:count]) for row in out)
 
-        got = law(lambda coins: tuple(map(tuple, generate(
-            m, prompts, 2, build(m), probs, coins, verify=judge)[0])))
-        a, b = (target_law(m, prompt, probs, 2) for prompt in prompts)
-        assert_same_law(got, {(x, y): a[x] * b[y] for x in a for y in b})
+        want = {(): 1.0}
+        for prompt in prompts:
+            own = target_law(m, prompt, probs, count)
+            want = {(*rows, ids): w * own[ids] for rows, w in want.items() for ids in own}
+        assert equal(law(run), want)
+        assert len(want) > 4, "a law of so few outcomes proves little"
+        assert len(seen) > 1, "the case should have drafts with several ends"
     return test
-
-
-def assert_same_law(got, want):
-    assert equal(got, want)
-    assert len(want) > 4, "a law of so few outcomes proves little"
 
 
 # --- on a simulated GPU

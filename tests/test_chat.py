@@ -29,17 +29,8 @@ TEMPLATES = {"brackets": """
     {{- '<|h|>' + m['role'] + '<|/h|>\n\n' + m['content'] | trim + eos_token }}
 {%- endfor %}{{- '<|h|>assistant<|/h|>\n\n' if add_generation_prompt }}\n""", "loop controls": """
 {% set ns = namespace(s='') %}{% for m in messages[::-1] %}
-{% if m.role == 'system' %}{% continue %}{% endif %}{% set ns.s = ns.s ~ m.content %}
+  {% if m.role == 'system' %}{% continue %}{% endif %}{% set ns.s = ns.s ~ m.content %}
 {% if m.role == 'user' %}{% break %}{% endif %}{% endfor %}{{ ns.s }}""",
-    "a switch for thinking": """
-{%- if tools %}{{- 'Tools' }}{%- endif %}
-{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
-{%- set content = m.content.split('</think>')[-1].lstrip('\n') %}
-{{- content + '<|im_end|>\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}
-{{- '<think>\n\n</think>\n\n' }}{%- endif %}
-{%- endif %}""",
     "macros and generation": """
 {% macro turn(role, text='') %}<{{ role | upper }}>{{ text }}{{ caller() if caller }}
 {% endmacro %}{% set x = 'out' %}{% for m in messages %}{% if m.role == 'assistant' %}
@@ -49,7 +40,8 @@ TEMPLATES = {"brackets": """
 {% endfor %}{{ turn('assistant', 'x') | indent(2) }}""", "json": """
 {{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ {'é': 1, 'b': 2} | tojson(true) }}
 {{ {'b': "<é'>", 'a': none} | tojson(separators=(',', ':'), sort_keys=true) }}
-{{ documents is none }} {{ tools is none }} {{ custom is defined }} {{ messages[0].name }}"""}
+{{ documents is none }} {{ tools is none }} {{ custom is defined }}
+{{ enable_thinking is defined }} {{ messages[0].name }}"""}
 ASK, MORE, ANSWER, SYSTEM = ({"role": role, "content": content} for role, content in (
     ("user", "Hi é <b>&"), ("user", "  two\nlines "), ("assistant", " Yes 🙂"), ("system", "!")))
 CHATS = [([ASK], True), ([SYSTEM, MORE], True), ([ASK, ANSWER], False),

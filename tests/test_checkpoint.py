@@ -38,21 +38,21 @@ def saved(c, folder, dtype=torch.float32):
 
 
 def edit(file, drop=(), **changes):
-    """Change keys of a JSON file, or tensors of a safetensors file."""
-    weights = file.suffix == ".safetensors"
-    content = load_file(file) if weights else json.loads(file.read_text())
-    content = {key: value for key, value in content.items() if key not in drop} | changes
-    if weights:
-        save_file({key: t.clone() for key, t in content.items()}, file)
+    """Change keys of a JSON file, or tensors of a safetensors file, where None drops one."""
+    if file.suffix == ".safetensors":
+        tensors = load_file(file) | changes
+        save_file({key: t.clone() for key, t in tensors.items() if t is not None}, file)
     else:
-        file.write_text(json.dumps(content))
+        content = json.loads(file.read_text()) if file.exists() else {}
+        kept = {key: value for key, value in content.items() if key not in drop}
+        file.write_text(json.dumps(kept | changes))
 
 
 def agrees_with_transformers(m, folder):
     """Whether a float64 model has the logits of that in a folder. Returns the latter."""
-    with expected.wide():
+    with expected.wide(), torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    want = expected.logits(theirs, IDS)
+        want = theirs(IDS).logits
     assert float((m(IDS) - want).abs().max() / want.abs().max()) < 1e-12
     return theirs
 
@@ -100,10 +100,9 @@ def test_the_index_says_which_file_counts(tmp_path):
     index = shard(folder, 2)
     where = json.loads(index.read_text())["weight_map"]
     first, last = sorted(set(where.values()))
-    for key, file in where.items():
-        other = last if file == first else first
-        if key in (UP, EMBED):
-            edit(folder / other, **{key: torch.zeros(1)})
+    for key, file in itertools.product((UP, EMBED), (first, last)):
+        if where[key] != file:
+            edit(folder / file, **{key: torch.zeros(1)})
     (folder / "sub").mkdir()
     (folder / last).rename(folder / "sub" / last)
     where = {key: f"sub/{file}" if file == last else file for key, file in where.items()}
@@ -154,46 +153,42 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(kind, more, tmp_pat
     assert checkpoint.read_config(tmp_path) == want
 
 
+@pytest.mark.parametrize("family", FAMILIES | QWEN)
+def test_the_weights_decide_whether_a_head_is_tied(family, tmp_path):
+    """It has values of its own, or the tied matrix stands under its name."""
+    m, folder = saved(replace(CONFIGS[family], tied=True), tmp_path, torch.float64)
+    for tensors in {HEAD: m.tok.flip(0)}, {HEAD: m.tok, EMBED: None}:
+        edit(folder / "model.safetensors", **tensors)
+        agrees_with_transformers(checkpoint.load(folder, "cpu")[0], folder)
+
+
+FULL = LINEAR | {"rope_theta": 500.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 77.0}
 EARLY = {"type": "linear", "factor": 2.0}
 NEW = {"rope_theta": 500.0} | {k: v for k, v in LLAMA3.items()
                                if k != "original_max_position_embeddings"}
-FORMS = {     # what config.json says, and how the weights change, given the embeddings
-    "a tied head with values of its own": ({}, lambda tok: {HEAD: tok.flip(0)}),
-    "a tied matrix under the head's name": ({}, lambda tok: {HEAD: tok}),
-    "rope as transformers 5 writes it": ({"rope_parameters": NEW}, lambda tok: {}),
-    "two spellings of rope": (
-        {"rope_parameters": YARN, "rope_scaling": EARLY, "rope_theta": 300.0}, lambda tok: {})}
-
-
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("family", FAMILIES | QWEN)
-def test_every_form_is_understood_as_by_transformers(family, name, tmp_path):
-    m, folder = saved(replace(CONFIGS[family], tied=True), tmp_path, torch.float64)
-    said, changes = FORMS[name]
-    edit(folder / "config.json", drop=["rope_scaling", "rope_theta"], **said)
-    edit(folder / "model.safetensors", drop=[EMBED] * ("matrix" in name), **changes(m.tok))
-    agrees_with_transformers(checkpoint.load(folder, "cpu")[0], folder)
-
-
-FULL = LINEAR | {"rope_theta": 500.0}
-
-
-@pytest.mark.parametrize("said", [
+SPELLINGS = [{"rope_parameters": NEW},
+             {"rope_parameters": YARN, "rope_scaling": EARLY, "rope_theta": 300.0}]
+OF_EACH_KIND = [    # of block
     {}, {"rope_theta": 500.0}, {"rope_local_base_freq": 50.0, "rope_scaling": LINEAR},
     {"rope_parameters": {"full_attention": FULL}},
     {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}},
     {"rope_parameters": {"full_attention": FULL, "sliding_attention": {"rope_theta": 50.0}},
-     "rope_theta": 7.0, "rope_local_base_freq": 7.0}], ids=str)
-def test_each_kind_of_block_has_its_rotation(said, tmp_path):
-    """In the spelling of transformers 4 and 5, and by default."""
-    _, folder = saved(GEMMA3, tmp_path, torch.float64)
-    keys = "rope_scaling", "rope_theta", "rope_local_base_freq"
-    edit(folder / "config.json", drop=keys, **said)
+     "rope_theta": 7.0, "rope_local_base_freq": 7.0}]
+
+
+@pytest.mark.parametrize("name, said", [*itertools.product(FAMILIES | QWEN, SPELLINGS),
+                                        *(("gemma3", said) for said in OF_EACH_KIND)], ids=str)
+def test_rotations_are_spelt_as_transformers_4_and_5_do(name, said, tmp_path):
+    """Or left out."""
+    _, folder = saved(CONFIGS[name], tmp_path, torch.float64)
+    edit(folder / "config.json", ["rope_scaling", "rope_theta", "rope_local_base_freq"], **said)
     agrees_with_transformers(checkpoint.load(folder, "cpu")[0], folder)
 
 
-REFUSED = [
+TOOL = {"content": "<tool>", "special": False, "normalized": False, "lstrip": False,
+        "rstrip": False, "single_word": False}
+REFUSED = {"config.json": [
     (LLAMA, dict(model_type="mistral"), "model_type 'mistral'"),
     (LLAMA, dict(model_type=None), "no model_type"),
     (QWEN["qwen2"], dict(architectures=["Qwen2Model"]),
@@ -220,23 +215,23 @@ REFUSED = [
     (QWEN["qwen3"], dict(layer_types=["sliding_attention"] * 6), "layer_types"),
     (LLAMA, dict(bos_token_id=17), "17"), (LLAMA, dict(bos_token_id=-1), "-1"),
     (LLAMA, dict(num_hidden_layers=10**5), "100000 layers"),
-    (LLAMA, dict(hidden_size="32"), "'32'"), (LLAMA, dict(hidden_size=2**60), "shape")]
+    (LLAMA, dict(hidden_size="32"), "'32'"), (LLAMA, dict(hidden_size=2**60), "shape")
+], "model.safetensors": [
+    (LLAMA, {UP: None}, f"{UP} is missing"), (LLAMA, {HEAD: None}, HEAD),
+    (LLAMA, {UP: torch.ones(32, 48)}, "(32, 48)"), (LLAMA, {EMBED: torch.ones(())}, EMBED),
+    (LLAMA, {UP: torch.ones(48, 32).to(torch.float8_e4m3fn)}, "F8_E4M3"),
+    (LLAMA, {UP: torch.ones(48, 32, dtype=torch.int8)}, "I8"),
+    (LLAMA, {"extra.bias": torch.ones(32)}, "extra.bias: this architecture does not use it")
+], "tokenizer_config.json": [
+    (LLAMA, dict(added_tokens_decoder={"70": TOOL}),
+     "'<tool>' cannot have the id 70: the next free one is 64"),
+    (LLAMA, dict(added_tokens_decoder={"x": TOOL}), "tokenizer_config.json")]}
 
 
-@pytest.mark.parametrize("c, changes, word", REFUSED, ids=[word for _, _, word in REFUSED])
-def test_what_would_be_computed_wrongly_is_refused_by_name(c, changes, word, tmp_path):
-    edit(saved(c, tmp_path)[1] / "config.json", **changes)
-    refused(tmp_path, word)
-
-
-@pytest.mark.parametrize("drop, changes, word", [
-    ([UP], {}, f"{UP} is missing"), ([HEAD], {}, HEAD), ([], {UP: torch.ones(32, 48)}, "(32, 48)"),
-    ([], {EMBED: torch.ones(())}, EMBED),
-    ([], {UP: torch.ones(48, 32).to(torch.float8_e4m3fn)}, "F8_E4M3"),
-    ([], {"extra.bias": torch.ones(32)}, "extra.bias: this architecture does not use it"),
-    ([], {UP: torch.ones(48, 32, dtype=torch.int8)}, "I8")], ids=str)
-def test_tensors_that_are_missing_left_over_or_misshapen_are_named(drop, changes, word, tmp_path):
-    edit(saved(LLAMA, tmp_path)[1] / "model.safetensors", drop, **changes)
+@pytest.mark.parametrize("name, c, changes, word", [
+    pytest.param(name, *row, id=row[-1]) for name, rows in REFUSED.items() for row in rows])
+def test_what_would_be_computed_wrongly_is_refused_by_name(name, c, changes, word, tmp_path):
+    edit(saved(c, tmp_path)[1] / name, **changes)
     refused(tmp_path, word)
 
 
@@ -260,29 +255,13 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, tmp_path):
     assert checkpoint.find_device() == torch.device("cpu")
 
 
-@pytest.mark.parametrize("adds_bos", [False, True])
-def test_a_text_has_the_ids_that_transformers_gives_it(adds_bos, tmp_path):
-    save(make(LLAMA), tmp_path, expected.byte_tokenizer(adds_bos))
-    ours = checkpoint.load(tmp_path, "cpu")[1]
-    for settings in ({}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}):
-        edit(tmp_path / "tokenizer_config.json", **settings)
-        theirs = AutoTokenizer.from_pretrained(tmp_path)
-        for text, special in itertools.product(("Once upon", "<s>Once", "Once</s>upon"),
-                                               (True, False)):
-            want = theirs(text, add_special_tokens=special).input_ids
-            assert checkpoint.encode(ours, text, 0, special) == want
-    assert checkpoint.encode(ours, "", bos=0) == [0]
-    for text, word in (("", "bos_token_id"), ("ab\ud800c", "position 2")):
-        with pytest.raises(ValueError, match=word):
-            checkpoint.encode(expected.byte_tokenizer(), text)
-
-
-TOOL = {"content": "<tool>", "special": False, "normalized": False, "lstrip": False,
-        "rstrip": False, "single_word": False}
 MINE = TOOL | {"content": "<|mine|>", "special": True, "rstrip": True}
 
 
+@pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("files", [
+    {}, {"tokenizer_config": {"add_bos_token": True, "add_eos_token": True}},
+    {"tokenizer_config": {"add_bos_token": False}},
     {"tokenizer_config": {"added_tokens_decoder": {"65": MINE, "64": TOOL}}},
     {"tokenizer_config": {"added_tokens_decoder": {"64": MINE}, "pad_token": "Lily",
                           "extra_special_tokens": ["<tool>"]}},
@@ -292,28 +271,29 @@ MINE = TOOL | {"content": "<|mine|>", "special": True, "rstrip": True}
      "special_tokens_map": {"pad_token": "<tool>"}},
     {"added_tokens": {"<|mine|>": 65, "<tool>": 64},
      "special_tokens_map": {"sep_token": "<tool>"}}], ids=str)
-def test_tokens_that_other_files_list_are_one_id(files, tmp_path):
-    """As fine-tunes save them, and as AutoTokenizer reads them."""
-    save(make(LLAMA), tmp_path, expected.byte_tokenizer())
+def test_a_text_has_the_ids_that_transformers_gives_it(files, adds_bos, tmp_path):
+    """Tokens that other files list, as fine-tunes save them, are one id each."""
+    save(make(LLAMA), tmp_path, expected.byte_tokenizer(adds_bos))
     for name, content in files.items():
-        if name == "tokenizer_config":
-            content = {"tokenizer_class": "PreTrainedTokenizerFast"} | content
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        edit(tmp_path / f"{name}.json", **content)
     ours = checkpoint.read_tokenizer(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    for text in ("Once<|mine|> <tool> more", "<tool><tool>", "Lily<|mine|>", " <|mine|>Lily "):
-        want = theirs(text)["input_ids"]
-        assert checkpoint.encode(ours, text) == want, text
+    for text, special in itertools.product(
+            ("Once upon", "<s>Once", "Once</s>upon", "Once<|mine|> <tool> more", "<tool><tool>",
+             "Lily<|mine|>", " <|mine|>Lily "), (True, False)):
+        want = theirs(text, add_special_tokens=special).input_ids
+        assert checkpoint.encode(ours, text, 0, special) == want, text
         assert ours.decode(want, skip_special_tokens=True) == theirs.decode(
             want, skip_special_tokens=True)
 
 
-def test_a_listed_token_that_cannot_have_its_id_is_named(tmp_path):
-    save(make(LLAMA), tmp_path, expected.byte_tokenizer())
-    edit(tmp_path / "tokenizer_config.json", added_tokens_decoder={"70": TOOL})
-    refused(tmp_path, "'<tool>' cannot have the id 70: the next free one is 64")
-    edit(tmp_path / "tokenizer_config.json", added_tokens_decoder={"x": TOOL})
-    refused(tmp_path, "tokenizer_config.json")
+def test_a_text_without_ids():
+    """An empty one becomes the begin-of-text id, if there is one."""
+    tokenizer = expected.byte_tokenizer()
+    assert checkpoint.encode(tokenizer, "", bos=0) == [0]
+    for text, word in (("", "bos_token_id"), ("ab\ud800c", "position 2")):
+        with pytest.raises(ValueError, match=word):
+            checkpoint.encode(tokenizer, text)
 
 
 def test_a_chat_model_that_was_loaded_and_saved_is_the_same(tmp_path):

@@ -51,7 +51,8 @@ def test_a_draft_vocabulary_shortens_the_head(call, plan, tmp_path):
         assert as_json(call, "--draft-vocab", path, *draft)["outputs"] == plain
         assert plan("--draft-vocab", path, *draft).make().model.ids.tolist() == few
     path.write_text('{"ids": [4096]}')
-    call.refuses(["x", "--draft-vocab", path], tmp_path, "vocab.json", "4095")
+    for draft in [], ["--draft", "exit"]:
+        call.refuses(["x", "--draft-vocab", path, *draft], tmp_path, "vocab.json", "4095")
 
 
 def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, arms, stories, tmp_path):
@@ -175,10 +176,8 @@ def test_draft_model_of_another_padded_vocabulary(call, stories, tmp_path, rows)
     plain = as_json(call, "--draft", "none")["outputs"]
     model, tokenizer = checkpoint.load(SMALL, "cpu")
     model.c = replace(model.c, vocab_size=rows)
-    for name in {"tok", "head"} if model.head is not None else {"tok"}:
-        w = getattr(model, name).detach()
-        w = torch.cat([w, w[:100]])[:rows]      # what stands in padded rows may be likely
-        checkpoint.put(model, name, torch.nn.Parameter(w, requires_grad=False))
+    w = torch.cat([model.tok, model.tok[:100]])[:rows]  # what stands in padded rows may be likely
+    checkpoint.put(model, "tok", torch.nn.Parameter(w, requires_grad=False))
     save(model, tmp_path / "other", tokenizer)
     (tmp_path / "vocab.json").write_text(json.dumps({"ids": [0, *range(200, 1223)]}))
     for more in [], ["--draft-vocab", tmp_path / "vocab.json"]:
@@ -189,10 +188,12 @@ def test_draft_model_of_another_padded_vocabulary(call, stories, tmp_path, rows)
 # --- a reader's own
 
 
-OWN = """from control import Confidence
+OWN = """import beside
+import torch
+from control import Confidence
+from drafter import Draft, Drafter
 from layerskip import SelfDraft
 from methods.trees import Siblings
-import beside
 
 def third(model, gamma):
     return SelfDraft(model, range(model.c.n_layers * 2 // 3), gamma)
@@ -203,6 +204,15 @@ def sure(gamma):
 def tree(model, gamma):
     return Siblings(third(model, gamma), [2])
 
+class Odd(Drafter):
+    def __init__(self, model, gamma):
+        super().__init__(gamma)
+    def ids(self, state):
+        return state.send([[5, 6] for _ in state.known])
+    def propose(self, state):
+        return Draft(self.ids(state))
+    %s
+
 none = lambda *args: None
 seven = 7
 """
@@ -210,15 +220,18 @@ seven = 7
 
 @pytest.fixture
 def mine(tmp_path):
-    """The path of a reader's file, which imports another one."""
-    (tmp_path / "beside.py").write_text("BAR = 2")
-    (tmp_path / "mine.py").write_text(OWN)
-    return tmp_path / "mine.py"
+    """Writes a reader's file, which imports another one. Its path."""
+    def write(body=""):
+        (tmp_path / "beside.py").write_text("BAR = 2")
+        (tmp_path / "mine.py").write_text(OWN % body)
+        return tmp_path / "mine.py"
+
+    return write
 
 
 def test_a_drafter_and_a_rule_from_a_file(call, mine):
     """The rule stops after every first token: no confidence reaches 2."""
-    plain = as_json(call, "--draft", "none")["outputs"]
+    plain, mine = as_json(call, "--draft", "none")["outputs"], mine()
     r = as_json(call, "--draft", f"{mine}:third", "--gamma", "4")
     assert r["outputs"] == plain and r["accepted"] > 0
     assert (r["draft"], r["gamma"]) == (f"{mine}:third", 4)
@@ -231,33 +244,6 @@ def test_a_drafter_and_a_rule_from_a_file(call, mine):
         assert r["proposed"] <= r["target_passes"], "one token per draft"
 
 
-@pytest.mark.parametrize("flags, culprits", {
-    "--draft MINE:none": ["mine.py:none", "NoneType", "Drafter"],
-    "--draft exit --rule MINE:none": ["mine.py:none", "NoneType", "Rule"],
-    "--draft MINE:seven": ["no class or function seven"],
-    "--draft MINE:eight": ["no class or function eight"],
-    "--draft nowhere.py:x": ["nowhere.py"],
-    "--draft exit --rule x": ["--rule", "FILE.py:NAME"],
-    "--draft suffix --rule MINE:sure": ["a rule without a stop"],
-    "--rule MINE:sure": ["--rule", "auto"],
-    "--draft medusa --tree 4 --rule MINE:sure": ["--tree"]}.items(), ids=str)
-def test_what_is_wrong_with_a_readers_file_is_one_line(call, mine, tmp_path, flags, culprits):
-    call.refuses(["x", "--json", *flags.replace("MINE", str(mine)).split()], tmp_path, *culprits)
-
-
-BASE = """import torch
-from drafter import Draft, Drafter
-
-
-class Mine(Drafter):
-    def __init__(self, model, gamma):
-        super().__init__(gamma)
-    def ids(self, state):
-        return state.send([[5, 6] for _ in state.known])
-    def propose(self, state):
-        return Draft(self.ids(state))
-    %s
-"""
 PROPOSE = "def propose(self, state): return"
 SILENT = {      # what would not fail, but write another text
     f"{PROPOSE} Draft(self.ids(state) + 10**6)": "ids from 0 to 4095",
@@ -272,11 +258,21 @@ SILENT = {      # what would not fail, but write another text
     "def begin(self, state, trace): state.n += 1": "it has changed"}
 
 
-@pytest.mark.parametrize("body, culprit", SILENT.items(), ids=str)
-def test_what_would_be_silently_wrong_is_refused(call, tmp_path, body, culprit):
-    (tmp_path / "mine.py").write_text(BASE % body)
-    call.refuses(["x", "--json", "--draft", f"{tmp_path}/mine.py:Mine"], tmp_path, "mine.py:Mine",
-                 culprit)
+@pytest.mark.parametrize("body, flags, culprits", [
+    *((body, "--draft MINE:Odd", ["mine.py:Odd", culprit]) for body, culprit in SILENT.items()),
+    ("", "--draft MINE:none", ["mine.py:none", "NoneType", "Drafter"]),
+    ("", "--draft exit --rule MINE:none", ["mine.py:none", "NoneType", "Rule"]),
+    ("", "--draft MINE:seven", ["no class or function seven"]),
+    ("", "--draft MINE:eight", ["no class or function eight"]),
+    ("", "--draft nowhere.py:x", ["nowhere.py"]),
+    ("", "--draft exit --rule x", ["--rule", "FILE.py:NAME"]),
+    ("", "--draft suffix --rule MINE:sure", ["a rule without a stop"]),
+    ("", "--rule MINE:sure", ["--rule", "auto"]),
+    ("", "--draft medusa --tree 4 --rule MINE:sure", ["--tree"])], ids=str)
+def test_what_is_wrong_with_a_readers_file_is_one_line(
+        call, mine, tmp_path, body, flags, culprits):
+    flags = flags.replace("MINE", str(mine(body))).split()
+    call.refuses(["x", "--json", *flags], tmp_path, *culprits)
 
 
 @pytest.mark.parametrize("text, error",

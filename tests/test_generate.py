@@ -22,7 +22,7 @@ from machine.quant import KINDS
 from machine.recorded import Recorded, Session
 from machine.tapes import simulated
 from speculative import generate as write
-from support import compare
+from support import compare, report
 
 ROOT = Path(__file__).parent.parent
 STORIES, SMALL = ROOT / "weights" / "stories-llama", ROOT / "weights" / "stories-draft"
@@ -87,14 +87,12 @@ def test_json_of_every_way_to_draft(call, ids, flags, draft, gamma):
 
 @pytest.mark.parametrize("kind, flags", [
     ("int4", ["--draft", SMALL]), ("int8", ["--draft", "int4"])])
-def test_a_quantised_target(call, once, monkeypatch, kind, flags):
+def test_a_quantised_target(call, once, kind, flags):
     """Drafting does not change its text."""
-    honest, begun = generate.rounds, []
-    monkeypatch.setattr(generate, "rounds",
-                        lambda *args, **more: begun.append(args) or honest(*args, **more))
+    model, _ = generate.load(generate.parse(["x", "--quant", kind]))
+    assert isinstance(model.blocks[0].mlp.down, KINDS[kind])
     r = as_json(call, "--quant", kind, "--compare", *flags)
     assert r["quant"] == kind and r["identical"] is True and r["target_passes"] < 12
-    assert all(isinstance(args[0].blocks[0].mlp.down, KINDS[kind]) for args in begun)
 
 
 # --- compared with plain decoding
@@ -156,30 +154,22 @@ def test_a_prompt_that_stands_in_a_batch_four_times_gives_four_exact_samples(cal
 def test_compare_judges_the_printed_text(call, once, monkeypatch, near):
     """Its token 5 is made wrong here. Only a near-tie explains a difference, and with --exact
     nothing does."""
-    honest = generate.rounds
-    runs = []
+    honest = report.of_run
 
-    def crooked(*args, **more):
-        runs.append(0)
-        for state, r in honest(*args, **more):
-            at = 5 - runs[-1]
-            if len(runs) == 1 and 0 <= at < len(r.new[0]):
-                r.new[0][at] += 1
-            runs[-1] += len(r.new[0])
-            yield state, r
+    def wrong(*args):
+        found = honest(*args)
+        found["outputs"][0]["ids"][5] += 1
+        return found
 
-    monkeypatch.setattr(generate, "rounds", crooked)
+    monkeypatch.setattr(report, "of_run", wrong)
     if near:
         tie = dict(position=5, gap=0.1, rounding=0.2, near_tie=True)
         monkeypatch.setattr(compare, "parting", lambda *args: tie)
     status, out, _ = call("Once upon a time", *SHORT, "--compare", "--json")
     r = json.loads(out)
-    assert status == (0 if near else 1) and r["identical"] is False
     d = r["first_divergence"]
-    assert (d["output"], d["position"], d["near_tie"]) == (0, 5, near)
-    assert r["outputs"][0]["ids"][5] == r["baseline"]["ids"][0][5] + 1
-    assert ("NOT identical" in compare.verdict(r)) != near
-    runs.clear()
+    assert (status, d["output"], d["position"], d["near_tie"]) == (1 - near, 0, 5, near)
+    assert r["identical"] is False and ("NOT identical" in compare.verdict(r)) != near
     status, out, _ = call("Once upon a time", *SHORT, "--compare", "--exact")
     assert status == 1 and "NOT identical to plain decoding, which --exact promises" in out
 
@@ -279,7 +269,7 @@ def test_bad_input_is_one_line(call, argv, culprit, tmp_path):
 
 @pytest.mark.parametrize("argv, culprit", [
     ("-", "standard input"), ("--prompt-file /dev/null", "a pipe"), ("x --fast", "--fast"),
-    ("x --exact", "--exact"), ("x --draft eagle", "run one process")])
+    ("x --exact", "--exact")])
 def test_what_goes_with_one_process_only(call, monkeypatch, argv, culprit, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
     call.refuses(argv.split(), tmp_path, culprit)

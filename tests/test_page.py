@@ -25,22 +25,26 @@ def data(page):
     return json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script>', page, re.S)[1])
 
 
-@pytest.mark.parametrize("drafter", [
-    lambda m: None, lambda m: Then(SelfDraft(m, range(4), 2), NGram(2, 1))], ids=["plain", "both"])
-def test_the_page_says_what_rounds_yielded(stories, drafter):
+@pytest.mark.parametrize("drafter, ends", [
+    (lambda m: None, False), (lambda m: Then(SelfDraft(m, range(4), 2), NGram(2, 1)), False),
+    (lambda m: SelfDraft(m, range(2 * m.c.n_layers), 4), True)],
+                         ids=["plain", "both", "an end of text inside the accepted tokens"])
+def test_the_page_says_what_rounds_yielded(stories, drafter, ends):
     model, tokenizer = stories
     ids = checkpoint.encode(tokenizer, "One day, a cat. One day, a", model.c.bos)
-    found = data(play(model, tokenizer, ids, 16, drafter(model), WARM, seed=5).html())
+    _, r = next(rounds(model, [ids], 16, drafter(model), WARM, Coins(5)))
+    eos = {r.new[0][1]} if ends else ()
+    found = data(play(model, tokenizer, ids, 16, drafter(model), WARM, 5, eos).html())
     known, name = list(ids), lambda t: tokenizer.decode([t], skip_special_tokens=False)
-    steps = rounds(model, [ids], 16, drafter(model), WARM, Coins(5))
+    steps = rounds(model, [ids], 16, drafter(model), WARM, Coins(5), eos)
     for (_, r), page in zip(steps, found["rounds"], strict=True):
         drafted, accepted = r.draft.tokens[0, : int(r.draft.length[0])].tolist(), int(r.accepted)
         assert page["start"] == len(known) - 1
         assert page["block"] == [name(t) for t in (known[-1], *drafted)]
-        assert len(page["places"]) == page["accepted"] + 1 == accepted + 1
+        assert page["accepted"] == accepted and len(page["places"]) == len(r.new[0])
         known += r.new[0]
         assert "".join(t for t, _ in page["new"]) == tokenizer.decode(r.new[0])
-        assert [d["text"] for d in page["places"]] == [*map(name, drafted), None][: accepted + 1]
+        assert [d["text"] for d in page["places"]] == [*map(name, drafted), None][: len(r.new[0])]
         for k, d in enumerate(page["places"][: len(drafted)]):
             p = r.p[0, k]
             q = r.draft.q[0, k] if r.draft.q is not None else torch.eye(len(p))[drafted[k]]
@@ -48,21 +52,13 @@ def test_the_page_says_what_rounds_yielded(stories, drafter):
             assert (d["coin"] < want[0] / want[1]) == (k < accepted), "the coin decided"
             assert any(bar[1:3] == pytest.approx(want, abs=1e-3) for bar in d["bars"])
             assert d["left"] == pytest.approx(float((p - q).clamp(min=0).sum()), abs=1e-3)
+        if ends:
+            continue
         (p, q, end), = (bar[1:4] for bar in page["places"][-1]["bars"]
                         if bar[0] == name(r.new[0][-1]))
         assert end - (p - q) / page["places"][-1]["left"] - 1e-3 < page["coin"] < end + 1e-3, (
             "it fell there")
-    assert found["tokens"] == [name(t) for t in known]
-
-
-def test_an_end_of_text_inside_the_accepted_tokens(stories):
-    model, tokenizer = stories
-    ids = checkpoint.encode(tokenizer, "Once upon a time", model.c.bos)
-    whole = SelfDraft(model, range(2 * model.c.n_layers), 4)
-    (_, r), *_ = rounds(model, [ids], 9, whole)
-    (page,) = play(model, tokenizer, ids, 9, whole, eos={r.new[0][1]}).rounds
-    assert len(page["new"]) == page["accepted"] == 2 and len(page["block"]) == 5
-    assert [d["text"] for d in page["places"]] == page["block"][1:3]
+    assert found["tokens"] == [name(t) for t in known] and (known[-1] in eos) == ends
 
 
 def test_of_a_batch_it_shows_the_first_row_which_may_end_first(stories):

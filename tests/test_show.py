@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import LLAMA, PROMPTS, make, make_round, oracle
+from tiny import LLAMA, PROMPTS, make, make_round
 from tokenizers import Tokenizer, decoders, models
 
 from layerskip import SelfDraft
@@ -23,19 +23,12 @@ STORIES = Tokenizer.from_file(str(WEIGHTS / "stories-llama" / "tokenizer.json"))
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
-class Letters:
-    """A tokenizer for the tiny models: id 0 is `a`."""
-
-    def decode(self, ids, skip_special_tokens=True):
-        return "".join(chr(97 + i) for i in ids)
-
-
 def test_origins_of_real_runs():
     """Greedy, so that a draft was accepted exactly if the new token in its place is the same."""
-    model = make(LLAMA)
-    eos = [oracle(model, PROMPTS[0], 6)[-1]]
-    for drafter in None, NGram(3, 1), SelfDraft(model, range(6), 3):
-        seen = Generation(Letters(), PROMPTS)
+    model, kinds = make(LLAMA), set()
+    drafters = None, NGram(3, 1), SelfDraft(model, range(6), 3)
+    for drafter, eos in itertools.product(drafters, ([], [7])):     # which every row soon writes
+        seen = Generation(STORIES, PROMPTS)
         for _, r in seen.watch(rounds(model, PROMPTS, 20, drafter, eos=eos)):
             for b, row in enumerate(r.new):
                 drafts = r.draft.tokens[b, : int(r.proposed[b])].tolist()
@@ -43,8 +36,10 @@ def test_origins_of_real_runs():
                 assert origins(r, b) == [
                     "accepted" if drafts[i : i + 1] == [t] else last if drafts else "plain"
                     for i, t in enumerate(row)]
+                kinds |= set(origins(r, b))
         assert [[t.id for t in row] for row in seen.rows] == generate(model, PROMPTS,
                                                                       20, eos=eos)[0]
+    assert kinds == show.STYLES.keys()
 
 
 def test_when_to_colour(monkeypatch):
@@ -68,25 +63,6 @@ def test_paint_and_control_characters():
         assert text.count("\t") == text.count("\n") == 2 and len(text) == 2 * len(attack)
 
 
-@pytest.mark.parametrize("size", [1, 7])
-def test_streamed_text_is_the_decoded_text(size):
-    """However the tokens fall into rounds."""
-    text = "A \u2603\u2603 fell, na\u00efve \U0001f642\U0001f642!\nThe\tend. \U0001f1eb\U0001f1f7"
-    ids = STORIES.encode(text).ids
-    for cut in (1, 4, 5):
-        seen, shown = Generation(STORIES, [ids[:cut]]), ""
-        for at in range(cut, len(ids) - 1, size):
-            new = ids[:-1][at : at + size]
-            seen.add(make_round([new], [len(new) - 1], [len(new) - 1], vocab=4096))
-            part = seen.fresh()
-            assert "\ufffd" not in part, "half a character"
-            shown += part
-        seen.close()
-        shown = ANSI.sub("", shown + seen.fresh())
-        assert shown.endswith("\ufffd"), "once nothing more will come, half a character is shown"
-        assert seen.prompts[0] + shown == STORIES.decode(ids[:-1]) and seen.fresh() == ""
-
-
 def llama_2():
     """A tokenizer of words with leading spaces and of bytes, of which a run is decoded together.
     trap: in Llama 1 and 2 a run of bytes that is not valid yet decodes to one U+FFFD for each of
@@ -99,35 +75,41 @@ def llama_2():
     return t
 
 
-def pieces_of_all(t, ids, cut):
-    """What `Stream` returns, by decoding all ids for each token."""
-    pieces, shown = [], len(t.decode(ids[:cut]))
-    for n in range(cut + 1, len(ids) + 1):
-        whole = t.decode(ids[:n]).rstrip("\ufffd")
+def pieces_of_all(t, ids, new, shown):
+    """What each new token completes, by decoding all ids for each of them."""
+    pieces = []
+    for n in range(len(new)):
+        whole = t.decode(ids + new[: n + 1]).rstrip("\ufffd")
         pieces.append(whole[shown:])
         shown = max(shown, len(whole))
-    return pieces, t.decode(ids)[shown:]
+    pieces[-1] += t.decode(ids + new)[shown:]   # once nothing more will come, half a character
+    return pieces
 
 
 SNOW = [10 + byte for byte in "\u2603".encode()]
 
 
-@given(st.lists(st.sampled_from([[1], [2], [3], SNOW, [10 + 10]]), min_size=1, max_size=12),
-       st.integers(1, 12), st.integers(0, 2))
-def test_pieces_are_those_of_the_whole_text(units, cut, half):
-    """Words, spaces, newlines and letters of three bytes, and perhaps a part of one at the end."""
-    t, ids = llama_2(), [i for unit in units for i in unit] + [2] + SNOW[:half]
-    cut = len([i for unit in units[:cut] for i in unit])
-    stream = Stream(t, ids[:cut])
-    assert ([stream.push(i) for i in ids[cut:]], stream.rest()) == pieces_of_all(t, ids, cut)
-
-
-@given(st.lists(st.integers(0, 4095), min_size=1, max_size=30))
-def test_pieces_of_any_ids_are_those_of_the_whole_text(ids):
-    stream = Stream(STORIES, ids[:1])
-    if stream.text == STORIES.decode(ids[:1]):      # else it is part of a character
-        got = [stream.push(i) for i in ids[1:]]
-        assert (got, stream.rest()) == pieces_of_all(STORIES, ids, 1)
+@pytest.mark.parametrize("t, unit", [
+    (llama_2(), st.sampled_from([[1], [2], [3], SNOW, [10 + 10]])),
+    (STORIES, st.integers(0, 4095).map(lambda i: [i]) | st.just(STORIES.encode("\u2603").ids))],
+                         ids=["llama 2", "stories"])
+@given(data=st.data())
+def test_shown_pieces_are_those_of_the_whole_text(t, unit, data):
+    """Words, spaces, newlines and letters of three bytes, or any ids, however they fall into the
+    prompt and into rounds. Perhaps a part of a letter stands at the end."""
+    ids = sum(data.draw(st.lists(unit, min_size=1, max_size=20)), [])
+    cut, half = data.draw(st.integers(1, len(ids))), data.draw(st.integers(0, 2))
+    prompt, ids, size = ids[:cut], ids[cut:] + [2] + SNOW[:half], data.draw(st.integers(1, 7))
+    seen, shown = Generation(t, [prompt]), ""
+    for at in range(0, len(ids), size):
+        new = ids[at : at + size]
+        seen.add(make_round([new], [len(new) - 1], [len(new) - 1]))
+        shown += seen.fresh(colour=False)
+    seen.close()
+    want = pieces_of_all(t, prompt, ids, len(seen.prompts[0]))
+    assert [token.text for token in seen.rows[0]] == want
+    assert shown + seen.fresh(colour=False) == "".join(want).translate(show.SIGNS)
+    assert half or seen.prompts[0] + "".join(want) == t.decode(prompt + ids)
 
 
 def test_a_long_text_is_not_decoded_again_for_each_token():
@@ -159,7 +141,7 @@ def test_whatever_a_text_holds_it_is_well_formed_and_nothing_of_the_prompt_is_it
 def test_picture(tmp_path, monkeypatch):
     ids = STORIES.encode("It costs $\\frac{1}$ or <b> & {\n\nOK?").ids
     seen = Generation(STORIES, [[0]])
-    seen.add(make_round([ids], [2], [len(ids)], vocab=4096))
+    seen.add(make_round([ids], [2], [len(ids)]))
     for columns in range(13, 40):
         monkeypatch.setattr(picture, "COLUMNS", columns)
         picture.draw(seen, tmp_path / "run.svg")

@@ -150,11 +150,11 @@ class Branch(Coins):
         return torch.stack([self.pick(row) for row in rows]).view(weights.shape[:-1])
 
 
-def law(run, branch=Branch):
+def law(run):
     """{outcome: probability} over every path that run(coins) can take."""
     got, path = {}, []
     while True:
-        coins = branch(path)
+        coins = Branch(path)
         outcome = run(coins)
         got[outcome] = got.get(outcome, 0.0) + coins.weight
         path = path[: coins.i]
@@ -178,9 +178,9 @@ def plant(parents, law_at, coins):
     return tokens, q, way
 
 
-def opened(say=pytest.fail):
+def opened():
     """A Session of simulated recordings, in which whatever is new is recorded."""
-    session = Session([simulated], say)
+    session = Session([simulated], pytest.fail)
     session.open = True
     return session
 
@@ -198,13 +198,12 @@ def state_of(known, left, probs=warm, coins=None):
     return State(tokens, n, known, left, None, None, probs, coins, ())
 
 
-def make_round(new, accepted, proposed, tokens=None, q=None, vocab=9):
-    """A Round of given outcome, with p the same everywhere."""
-    B, K = len(new), max([*proposed, *(len(row) for row in tokens or [])])
-    tokens = torch.tensor(tokens) if tokens else torch.zeros(B, K, dtype=torch.long)
-    p = torch.full((B, K + 1, vocab), 1 / vocab)
+def make_round(new, accepted, proposed):
+    """A Round of given outcome, with nothing drafted and p the same everywhere."""
+    tokens = torch.zeros(len(new), max(proposed), dtype=torch.long)
+    p = torch.full((len(new), max(proposed) + 1, 9), 1 / 9)
     accepted, proposed = torch.tensor(accepted), torch.tensor(proposed)
-    return Round(Draft(tokens, q, proposed), p.log(), p, {}, accepted, proposed, new)
+    return Round(Draft(tokens, None, proposed), p.log(), p, {}, accepted, proposed, new)
 
 
 def play(model, tokenizer, prompt, max_new, drafter=None, probs=to_probs, seed=0, eos=()):

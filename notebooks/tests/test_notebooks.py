@@ -156,7 +156,7 @@ def test_minutes_by_hand():
 def test_html_of_a_generation_is_escaped():
     ids = STORIES.encode(' <b>&"</b>\x1b').ids
     seen = Generation(STORIES, [[0]])
-    seen.add(make_round([ids], [len(ids) - 1], [len(ids) - 1], vocab=4096))
+    seen.add(make_round([ids], [len(ids) - 1], [len(ids) - 1]))
     seen.sure = [[0.5] * len(ids)]
     page = plots.text_html(seen)
     assert "<b>" not in page and "\x1b" not in page
