@@ -104,9 +104,16 @@ def test_empty_skip_set_needs_the_fewest_passes(models, family, gamma):
 def test_what_is_shared_is_handed_over_and_not_run_again(models, monkeypatch, sublayers, shared):
     m = models["llama"]
     monkeypatch.setattr(m, "run", Mock(wraps=m.run))
-    _, r = next(rounds(m, PROMPTS, 20, SelfDraft(m, sublayers, 3)))
+    drafter = SelfDraft(m, sublayers, 3)
+    drafter.taps = range(12)
+    _, r = next(rounds(m, PROMPTS, 20, drafter))
     assert r.draft.reuse.first == shared
+    assert [*r.draft.reuse.trace] == [*range(shared)]
     assert list(m.run.call_args.args[3]) == list(range(shared, 12)), "the others, and only those"
+    for b, prompt in enumerate(PROMPTS):
+        _, trace = read(m, prompt + r.draft.tokens[b].tolist(), drafter.taps)
+        for tap, state in trace.items():
+            assert (r.trace[tap][b] - state[0, len(prompt) - 1 :]).abs().max() < 1e-9
 
 
 def skipping(m, draft, sublayers, rule, far):
@@ -225,14 +232,7 @@ test_exact_law_of_a_ragged_batch = promises.exact_law_of_a_ragged_batch(
     LAWS, ["exit, stopped", "sure exit, ngram"])
 
 
-# --- n-grams
-
-
-def test_ngram_copies_the_latest_continuation(models):
-    texts = [[1, 2, 3, 9, 1, 2, 4, 5, 1, 2], [7, 7, 7], [6], [1, 2, 3, 4]]
-    _, r = next(rounds(models["llama"], texts, 9, NGram(3, 2)))
-    drafts = [row[:n] for row, n in zip(r.draft.tokens.tolist(), r.proposed.tolist(), strict=True)]
-    assert drafts == [[4, 5, 1], [7], [], []]
+# --- n-grams (by hand and by a search: test_suffix.py)
 
 
 def test_an_ngram_knows_nothing_of_the_text_before(models):
