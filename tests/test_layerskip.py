@@ -8,6 +8,7 @@ import torch
 from tiny import LIVELY, LLAMA, each_family, make, warm
 
 from layerskip import SelfDraft, early_exit, without
+from machine.quant import quantise
 from methods.standin import ShortHead, most_frequent, read_vocab
 from sampling import to_probs
 from search import Teacher
@@ -37,11 +38,13 @@ def test_skip_sets_by_hand():
 
 
 def test_a_short_head_knows_its_tokens_and_no_other(models):
-    m, x = models["gemma2"], models["gemma2"].embed(torch.tensor([IDS]))
-    short, whole = ShortHead(m, SOME), m.unembed(x)
-    got, others = short.unembed(x), sorted(set(range(17)) - set(SOME))
-    assert got.shape == whole.shape and (got - whole)[..., SOME].abs().max() < 1e-12
-    assert got[..., others].isneginf().all() and short.share == 7 / 17
+    """Of a head in int8, too."""
+    others = sorted(set(range(17)) - set(SOME))
+    for m in (models["gemma2"], quantise(models["gemma2"], head="int8")):
+        x, short = m.embed(torch.tensor([IDS])), ShortHead(m, SOME)
+        got, whole = short.unembed(x), m.unembed(x)
+        assert got.shape == whole.shape and (got - whole)[..., SOME].abs().max() < 1e-12
+        assert got[..., others].isneginf().all() and short.share == 7 / 17
 
 
 def test_a_draft_vocabulary_is_of_the_most_frequent_tokens():

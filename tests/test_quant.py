@@ -1,15 +1,14 @@
-"""Quantised models: the codes by hand, the products, and that nothing else changes."""
+"""Quantised models: the codes by hand, the products, and that nothing else changes. (What their
+drafts promise: test_speculative.py and test_paper_gpu.py.)"""
 import weakref
 from dataclasses import replace
 from unittest.mock import Mock
 
 import expected
-import promises
 import pytest
-import tiny
 import torch
 import torch.nn.functional as F
-from tiny import FAMILIES, PROMPTS, TINY, TINY_GEMMA, each_family, make, oracle, warm
+from tiny import FAMILIES, PROMPTS, each_family, make, oracle, warm
 
 import checkpoint
 from lab.save import save
@@ -17,7 +16,6 @@ from layerskip import SelfDraft, without
 from machine import quant, rows
 from machine.quant import KINDS, Int4, Int8, quantise
 from methods.costs import by_weights
-from methods.standin import ShortHead
 from model import Placement
 from search import Teacher
 from speculative import generate
@@ -169,27 +167,6 @@ def test_costs_by_bytes():
         assert own.head * own.unit == pytest.approx(c.head * c.unit) == 17 * 256 * 8
         few, many = ((one.attention + one.mlp) * one.unit for one in (own, c))
         assert few / many == pytest.approx(bits / 64, rel=0.1)
-
-
-# --- drafting
-
-
-ROUGH = {
-    "int4": lambda m: SelfDraft(
-        quantise(m, "int4", head="int4"), range(12), tiny.Says(lambda s: 1 + sum(s.left) % 3)),
-    "int4, exit": lambda m: SelfDraft(quantise(m, "int4"), range(8), 3),
-    "skip, short head": lambda m: SelfDraft(
-        ShortHead(quantise(m, head="int8"), [4, 9, 0, 2, 16, 3]), without(6, attn=[2]),
-        tiny.Unsure(4))}
-
-test_greedy_identity = promises.greedy_identity(ROUGH, on=["cpu"])
-test_poison = promises.poison(ROUGH)
-test_exact_law = promises.exact_law({
-    "int4": (TINY, lambda m: SelfDraft(quantise(m, "int4", head="int4"), range(4), tiny.Unsure(2))),
-    "gemma2, int8, skip": (TINY_GEMMA, lambda m: SelfDraft(quantise(m), [0, 1, 3], 2))})
-test_one_wait_a_round = promises.one_wait_a_round({
-    "int8": lambda m: SelfDraft(quantise(m), range(12), 2),
-    "int4": lambda m: SelfDraft(quantise(m, "int4"), range(12), 2)})
 
 
 # --- loading

@@ -71,6 +71,9 @@ DRAFTERS = {
         SelfDraft(m, range(8), 2), Then(ModelDraft(small(m), dice(3, False)), NGram(3, 1))),
     "another model's skip": lambda m: ModelDraft(make(m.c, 9, m.tok.device), 3, [0, 1, 3, 4, 8]),
     "exit, short head": lambda m: SelfDraft(ShortHead(m, [4, 9, 0, 2, 16, 3]), range(8), 4),
+    "copy in int4": lambda m: SelfDraft(quantise(m, "int4", head="int4"), FULL, dice()),
+    "copy, short head": lambda m: SelfDraft(
+        ShortHead(quantise(m, head="int8"), [4, 9, 0, 2, 16, 3]), without(6, attn=[2]), Unsure(4)),
     "model of fewer ids": lambda m: ModelDraft(padded(m, 12), 4),
     "model of more ids": lambda m: ModelDraft(padded(m, 20), 4),
     "long": lambda m: SelfDraft(m, range(10), 12),  # longer than the spare slots after the limit
@@ -78,7 +81,8 @@ DRAFTERS = {
 PAIRS = ["model, model", "exit, model, ngram"]
 SOME = ["none", "ngram", "skip", "model", "long", *PAIRS]
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])     # a GPU: test_paper_gpu.py
-test_poison = promises.poison(DRAFTERS, ["exit, diced", "model, diced", *PAIRS])
+test_poison = promises.poison(
+    DRAFTERS, ["exit, diced", "model, diced", "copy in int4", "copy, short head", *PAIRS])
 test_end_of_text_at_every_position = promises.end_of_text(
     DRAFTERS, ["ngram", "exit", "skip", *PAIRS], range(7))
 test_context_limit = promises.context_limit(DRAFTERS, SOME)
@@ -225,6 +229,9 @@ LAWS = {
                                                 Says(lambda state: 2 * (len(state.known[0]) > 3)))),
     "gemma3 skip": (TINY_GEMMA3, lambda m: SelfDraft(m, [0, 1, 4, 5], 2)),
     "gemma2 short head": (TINY_GEMMA, lambda m: SelfDraft(ShortHead(m, [1, 2]), [0, 2, 3, 5], 2)),
+    "copy in int4": (TINY, lambda m: SelfDraft(quantise(m, "int4", head="int4"), range(4),
+                                               Unsure(2))),
+    "gemma2 copy": (TINY_GEMMA, lambda m: SelfDraft(quantise(m), [0, 1, 3], 2)),
     "model of fewer ids": (TINY, lambda m: ModelDraft(padded(m, 2), 2)),
     "gemma2 model of more ids": (TINY_GEMMA, lambda m: ModelDraft(padded(m, 5), 2))}
 test_exact_law = promises.exact_law(LAWS, count=3)
