@@ -242,12 +242,16 @@ batches = pytest.mark.parametrize("unsure, lengths, dead", [
     (1, [2, 2, 2], 0.2), (0, [1, 2, 0], None), (3, [2, 2, 2, 2], None)], ids=str)
 
 
-@batches
-def test_verify_rows_stand_for_themselves(unsure, lengths, dead):
+def chains_stand_for_themselves(judge, lengths, unsure, dead):
     def verifier(p, tokens, q, coins, length):
-        return verify(p, q, tokens, coins, length)
+        return judge(p, q, tokens, coins, length)
 
     rows_stand_for_themselves(verifier, [range(2)] * len(lengths), lengths, unsure, dead)
+
+
+@batches
+def test_verify_rows_stand_for_themselves(unsure, lengths, dead):
+    chains_stand_for_themselves(verify, lengths, unsure, dead)
 
 
 @pytest.mark.parametrize("verifier", [

@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from teach import compare, look, promise
-from tiny import FAMILIES, GEMMA, GEMMA3, LLAMA, MORE, make
+from teach import Mistakes, compare, short
+from tiny import FAMILIES, GEMMA, GEMMA3, LLAMA, MORE, make, wide
 
+import model
 from kvcache import KVCache, prefill
-from model import Placement, RMSNorm, Transformer, frequencies, rotate, softcap, visible
+from model import Placement, RMSNorm, Transformer
 
 SOME = FAMILIES | MORE
 some_family = pytest.mark.parametrize("family", SOME)
@@ -39,11 +40,8 @@ def test_cached_blocks_equal_the_full_pass(family, block):
     parts, whole = {2: None, 11: None}, {2: None, 11: None}
     got = prefill(m, tokens, KVCache(m.c, 2, 24, torch.float64), trace=parts)
     want = m.run(m.embed(tokens), Placement.span(0, 20), trace=whole)
-    off = max(error(got, want), *(error(parts[tap], whole[tap]) for tap in whole))
-    promise(off < 1e-12, f"a tiny {family} that reads two texts of 20 tokens in blocks of {block}",
-            "the states of one pass over the whole text", f"states that are off by {off:.2g}",
-            "a key or value lies in another slot, or of another block is read what `end` or "
-            "`start` excludes")
+    assert error(got, want) < 1e-12
+    assert all(error(parts[tap], whole[tap]) < 1e-12 for tap in whole)
 
 
 BRANCHES = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()    # a root and two children
@@ -109,20 +107,14 @@ def test_the_trace_holds_the_state_after_each_sublayer(family):
 
 
 def test_the_norm_of_gemma2_works_in_float32():
-    generator = torch.Generator().manual_seed(0)
+    """If 1 + w were rounded to bfloat16, every third number would be another one."""
+    g = torch.Generator().manual_seed(0)
     norm = RMSNorm(GEMMA, 512)
-    norm.weight.data = (torch.randn(512, generator=generator) * 0.3).bfloat16()
-    x = torch.randn(64, 512, generator=generator).bfloat16()
-    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + GEMMA.norm_eps).sqrt()
-    exact *= GEMMA.norm_offset + norm.weight.double()
+    norm.weight.data = (torch.randn(512, generator=g) * 0.3).bfloat16()
+    x = torch.randn(64, 512, generator=g).bfloat16()
     got = norm(x)
-    given = "64 rows of 512 numbers and a weight, all in bfloat16, offset = 1"
-    promise(got.dtype == torch.bfloat16, given, "bfloat16", str(got.dtype),
-            "the result has the type of x")
-    right = float((got == exact.bfloat16()).double().mean())
-    promise(right > 0.999, given, "the exact norm, rounded once",
-            f"{right:.0%} of the numbers are this",
-            "was 1 + w rounded to bfloat16? Compute in float32 or wider, and round at the end")
+    assert got.dtype == torch.bfloat16
+    assert (got == norm.double()(x.double()).bfloat16()).double().mean() > 0.999
 
 
 def test_embeddings_are_scaled_by_the_rounded_scale():
@@ -133,35 +125,30 @@ def test_embeddings_are_scaled_by_the_rounded_scale():
     assert m.double().embed(torch.tensor([[1]])).unique().tolist() == [1.5 * 3584**0.5]
 
 
-# --- pure functions by hand; one of them alone: `pytest -k softcap`, frequencies, rotate, visible
+# --- pure functions by hand (`visible`: test_properties.py)
+
+
+def by_hand(name, want, *args):
+    """A function of the model must give this, in float64. A wrong answer is told from others by
+    what the mistakes of exercises/wrong.txt give."""
+    shown = ", ".join(short(a) for a in args)
+    compare(vars(model)[name](*args), wide(want), Mistakes(name, lambda f: f(*args)),
+            f"{name}({shown})")
 
 
 def test_softcap_by_hand():
-    x = [0.0, 2.0, -2.0, 1000.0]
-    want = [0.0, 1.5231883119115297, -1.5231883119115297, 2.0]
-    compare(softcap(torch.tensor(x).double(), 2.0), want, {
-        "the sum inside tanh is x / cap, not x": [2 * math.tanh(a) for a in x],
-        "multiply by cap at the end: this is within (-1, 1)": [math.tanh(a / 2) for a in x],
-        "this clips; tanh bends smoothly": [max(-2.0, min(2.0, a)) for a in x]},
-        f"softcap({x}, 2.0)")
+    by_hand("softcap", [0.0, 1.5231883119115297, -1.5231883119115297, 2.0],
+            wide([0.0, 2.0, -2.0, 1000.0]), 2.0)
 
 
 def test_frequencies_by_hand():
-    got = frequencies(8, 10000.0)
-    promise(got.dtype == torch.float64, "frequencies(8, 10000.0)", "float64", str(got.dtype),
-            "float32 is off by 0.01 at position 100,000")
-    compare(got, [1.0, 0.1, 0.01, 0.001], {
-        "the exponent is 2i / D: count in steps of 2": [10000 ** (-i / 8) for i in range(4)],
-        "the exponent is negative: frequencies fall from 1": [1.0, 10.0, 100.0, 1000.0]},
-        "frequencies(head_dim=8, theta=10000.0)")
+    by_hand("frequencies", [1.0, 0.1, 0.01, 0.001], 8, 10000.0)
 
 
 def test_frequencies_of_linear_scaling_by_hand():
-    scaling = {"rope_type": "linear", "factor": 4.0}
-    compare(frequencies(8, 10000.0, scaling), [0.25, 0.025, 0.0025, 0.00025], {
-        "factor divides: positions are squeezed into the trained range": [4.0, 0.4, 0.04, 0.004],
-        "factor divides the frequencies, not theta": [40000 ** (-i / 4) for i in range(4)]},
-        f"frequencies(8, 10000.0, {scaling})")
+    """The factor divides, because positions are squeezed into the trained range."""
+    by_hand("frequencies", [0.25, 0.025, 0.0025, 0.00025], 8, 10000.0,
+            {"rope_type": "linear", "factor": 4.0})
 
 
 def test_frequencies_of_llama3_by_hand():
@@ -170,35 +157,10 @@ def test_frequencies_of_llama3_by_hand():
                "high_freq_factor": 4.0, "original_max_position_embeddings": 1000}
     keep = (10 / (2 * math.pi) - 1) / 3         # 0.197 of the third pair stays
     third = keep * 0.01 + (1 - keep) * 0.01 / 8
-    compare(frequencies(8, 10000.0, scaling), [1.0, 0.1, third, 0.001 / 8], {
-        "fast and slow are swapped: those that turn often stay, the slow ones are divided":
-            [1 / 8, 0.1 / 8, (1 - keep) * 0.01 + keep * 0.01 / 8, 0.001],
-        "turns = length * frequency / (2 pi): the 2 pi is missing": [1.0, 0.1, 0.01, 0.001 / 8],
-        "between the two factors it blends, it does not jump": [1.0, 0.1, 0.01 / 8, 0.001 / 8]},
-        f"frequencies(8, 10000.0, {scaling})")
+    by_hand("frequencies", [1.0, 0.1, third, 0.001 / 8], 8, 10000.0, scaling)
 
 
 def test_rotate_by_hand():
     """Pair (x0, x2) turns by 90 degrees, pair (x1, x3) not at all: (1, 3) becomes (-3, 1)."""
-    cos, sin = torch.tensor([[0.0, 1.0, 0.0, 1.0], [-1.0, 0.0, 1.0, 0.0]]).double()
-    x = torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
-    compare(rotate(x, cos, sin), [-3.0, 2.0, 1.0, 4.0], {
-        "it turns the wrong way: sin already carries its sign": [3.0, 2.0, -1.0, 4.0],
-        "sin already carries the sign: you gave it a second one": [3.0, 2.0, 1.0, 4.0],
-        "x_i is paired with its neighbour; here x_i goes with x_{i + D/2}": [-2.0, 2.0, 4.0, 4.0],
-        "the pairs (x0, x1), (x2, x3) are those of Meta's own files": [-2.0, 1.0, 3.0, 4.0],
-        "sin must multiply the *other* half of x": [-1.0, 2.0, 3.0, 4.0]},
-        "rotate([1, 2, 3, 4], cos = [0, 1, 0, 1], sin = [-1, 0, 1, 0])")
-
-
-def test_visible_in_the_first_block():
-    at = torch.tensor([[0, 1, 2]])
-    mask = visible(at, at, 4)
-    promise(mask.dtype == torch.bool, "a block in slots 0 1 2", "a mask of torch.bool",
-            str(mask.dtype))
-    look(visible(at, at, 4)[0], ["x...", "xx..", "xxx."], {
-        "a token must see itself": ["....", "x...", "xx.."],
-        "a token sees what stands behind it: the mask is upside down": ["xxx.", ".xx.", "..x."],
-        "slot 3 is behind the block, and dead": ["x..x", "xx.x", "xxxx"],
-        "the first token sees the second: causal inside the block, too": ["xxx."] * 3},
-        "a block in slots 0 1 2, end = 4; x: may read")
+    cos, sin = wide([0.0, 1.0, 0.0, 1.0]), wide([-1.0, 0.0, 1.0, 0.0])
+    by_hand("rotate", [-3.0, 2.0, 1.0, 4.0], wide([1.0, 2.0, 3.0, 4.0]), cos, sin)

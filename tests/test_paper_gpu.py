@@ -13,13 +13,16 @@ from drafter import ModelDraft
 from lab.save import save
 from lab.then import Then
 from layerskip import SelfDraft
+from machine.quant import quantise
 from methods.lookup import NGram
 from speculative import State
 
 test_one_wait_a_round = promises.one_wait_a_round({
     "plain": lambda m: None,
     "n-gram, then model": lambda m: Then(NGram(2, 1), ModelDraft(small(m), 2)),
-    "exit, confidence": lambda m: SelfDraft(m, range(8), Confidence(0.3, 4))},
+    "exit, confidence": lambda m: SelfDraft(m, range(8), Confidence(0.3, 4)),
+    "int8": lambda m: SelfDraft(quantise(m), range(12), 2),
+    "int4": lambda m: SelfDraft(quantise(m, "int4"), range(12), 2)},
     extra={"n-gram, then model": 1, "exit, confidence": 4})
 
 

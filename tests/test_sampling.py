@@ -2,11 +2,10 @@
 which uniforms are spent on what. What each setting does: test_by_hand.py::test_probabilities."""
 import hashlib
 import math
-import re
 
 import pytest
 import torch
-from teach import compare, promise, short
+from teach import Mistakes, compare, short
 from tiny import GEMMA, LLAMA, PROMPTS, Fixed, Unsure, make, warm
 
 from drafter import ModelDraft
@@ -35,22 +34,24 @@ def some_logits(*shape):
 # --- to_probs
 
 
+def gives(want, logits, temperature, **settings):
+    compare(to_probs(logits, temperature, **settings), want,
+            Mistakes("to_probs", lambda f: f(logits, temperature, **settings)),
+            f"the logits {short(logits)}, temperature = {temperature}, {settings}", 1e-5)
+
+
 @pytest.mark.parametrize("temperature", [1e-30, 5e-324])
 @pytest.mark.parametrize("settings", [{}, dict(top_k=3, top_p=0.9, min_p=0.1)], ids=str)
 def test_a_tiny_temperature_is_no_nan(temperature, settings):
     for logits, want in (([60000.0, -60000.0, 59999.0, 60000.01], [0, 0, 0, 1]),
                          ([1e9, 2e9], [0, 1]), ([1.0, 3.0, 3.0], [0, 0.5, 0.5])):
-        got = to_probs(torch.tensor(logits), temperature, **settings)
-        compare(got, want, {"NaN: subtract the largest logit first, and divide by at least 1e-30":
-                            [math.nan] * len(want)},
-                f"the logits {logits}, temperature = {temperature}, {settings}")
+        gives(want, torch.tensor(logits), temperature, **settings)
 
 
-@pytest.mark.parametrize("k", [1, 7, 4999])
-def test_of_thousands_of_ties_the_lower_ids_stay(k):
-    got = to_probs(torch.zeros(5000), 1.0, top_k=k).nonzero()[:, 0]
-    compare(got, list(range(k)), {}, f"5,000 equal logits, top_k = {k}: the ids that stay are the "
-            "lowest ones (a sort keeps the order of ties only with stable=True)")
+def test_each_row_stands_for_itself():
+    """However far apart they are."""
+    rows = torch.tensor([[0.1, 0.2, 0.4], [3e6, 0.0, 1.0]])
+    gives(torch.stack([to_probs(row, 1.0) for row in rows]), rows, 1.0)
 
 
 @halves
@@ -58,10 +59,8 @@ def test_top_p_1_does_nothing_even_to_a_long_tail(dtype):
     """The running sum of 50,000 rounded numbers reaches 1 before its end."""
     logits = (some_logits(2, 50_000) * 4).to(dtype)
     for top_k in (None, 49_999):
-        off = to_probs(logits, 1.0, top_k, top_p=1.0) != to_probs(logits, 1.0, top_k)
-        promise(not off.any(), f"50,000 logits in {dtype}, top_k = {top_k}, top_p = 1",
-                "the same as without top_p", f"{int(off.sum())} other numbers",
-                "a rounded running sum reaches 1 before its end: leave top_p out where it is 1")
+        p = to_probs(logits, 1.0, top_k)
+        assert p.dtype == torch.float32 and p.equal(to_probs(logits, 1.0, top_k, top_p=1.0))
 
 
 def test_random_logits_give_what_transformers_gives():
@@ -76,31 +75,10 @@ def test_random_logits_give_what_transformers_gives():
 
 
 @halves
-def test_half_types_are_raised_and_float64_stays(dtype):
-    logits = some_logits(50)
+def test_half_types_are_raised(dtype):
+    logits = some_logits(50).to(dtype)
     for settings in (dict(temperature=0.0), dict(temperature=1.0), SETTINGS[-1]):
-        got, wide = to_probs(logits.to(dtype), **settings), to_probs(logits, **settings)
-        promise(got.dtype == torch.float32 and wide.dtype == torch.float64,
-                f"logits in {dtype}, then in float64, {settings}", "float32, then float64",
-                f"{got.dtype}, then {wide.dtype}")
-        compare(got, to_probs(logits.to(dtype).float(), **settings), {},
-                f"logits in {dtype}, {settings}: the same as of these in float32, so raise them "
-                "first", 1e-6)
-
-
-def test_each_row_stands_for_itself():
-    logits = some_logits(3, 2, 20)
-    for s in (dict(temperature=0.0), *SETTINGS):
-        p, given = to_probs(logits, **s), f"logits (3, 2, 20), {s}"
-        promise(p.shape == logits.shape, given, "(3, 2, 20)", str(tuple(p.shape)))
-        compare(p.sum(-1), torch.ones(3, 2).double(), {}, f"{given}: the sums")
-        for at in (1, (2, 1)):
-            compare(to_probs(logits[at], **s), p[at], {}, f"{given}: the part {at} alone")
-    apart = torch.tensor([[0.1, 0.2, 0.4], [3e6, 0.0, 1.0]])
-    compare(to_probs(apart, 1.0), torch.stack([to_probs(row, 1.0) for row in apart]), {},
-            f"logits {apart.tolist()} in float32, as rows and each alone: subtract the largest of "
-            "each row",
-            1e-5)
+        assert to_probs(logits, **settings).equal(to_probs(logits.float(), **settings))
 
 
 def sorted_probs(logits, temperature, top_k=None, top_p=None, min_p=None):
@@ -126,10 +104,8 @@ def test_only_what_may_stay_is_sorted(scale):
     for settings in CUTS:
         got = to_probs(logits, 0.7, **settings)
         want = torch.stack([sorted_probs(row, 0.7, **settings) for row in logits])
-        others = ((got > 0) != (want > 0)).sum(-1).tolist()
-        promise(not any(others), f"logits times {scale}, {settings}",
-                "the tokens that a sort of all would leave", f"{others} others")
-        compare(got, want, {}, f"logits times {scale}, {settings}")
+        assert (got > 0).equal(want > 0), settings
+        assert torch.allclose(got, want, rtol=1e-12, atol=1e-12), settings
 
 
 @pytest.fixture
@@ -170,13 +146,8 @@ def test_nan_stays_nan_in_its_row(settings):
     "top_p": [0.0, 1.0001, math.nan], "min_p": [0.0, 1.0001, math.nan]}.items(), ids=str)
 def test_a_setting_out_of_range_is_named(name, values):
     for value in values:
-        try:
-            said = str(to_probs(torch.zeros(3), **{"temperature": 1.0, name: value}))
-        except ValueError as e:
-            said = str(e)
-        promise(re.match(rf"^{name} must .*{value}$", said), f"{name} = {value}",
-                f"ValueError: {name} must ...", said,
-                "call check(temperature, top_k, top_p, min_p) before anything else")
+        with pytest.raises(ValueError, match=f"^{name} must .*{value}$"):
+            to_probs(torch.zeros(3), **{"temperature": 1.0, name: value})
 
 
 # --- coins; that purchases of any size give one stream: test_properties.py
@@ -197,39 +168,28 @@ def test_flips_are_true_where_u_is_below_prob():
 def test_a_long_tail_of_small_weights_is_not_lost():
     """A running sum in float32 moves in steps of 1e-7 there: twelve tokens at a time, or never."""
     weights = torch.tensor([1.0] + [1e-8] * 50_000)
-    given = "the weights 1 and 50,000 times 1e-8, in float32"
-    got = Fixed(1.00025 / 1.0005).choose(weights).item()
-    promise(abs(got - 25_000) <= 2, f"{given}, u = 1.00025 / 1.0005", "about 25,000", got,
-            "the sum is rounded: small weights need float64")
+    assert abs(int(Fixed(1.00025 / 1.0005).choose(weights)) - 25_000) <= 2
     # in the middle of what belongs to each of some ids, by float64
     weights = some_logits(50_000).abs().float()
     ends, ids = weights.double().cumsum(0), torch.arange(100, 50_000, 4_990)
-    got = Fixed(*((ends[ids] - weights[ids].double() / 2) / ends[-1]).tolist()).choose(
-        weights.expand(10, -1))
-    compare(got, ids, {}, "50,000 weights in float32, ten rows alike; each u is in the middle of "
-                          "an id's part. Sum and total need float64")
+    coins = Fixed(*((ends[ids] - weights[ids].double() / 2) / ends[-1]).tolist())
+    assert coins.choose(weights.expand(10, -1)).equal(ids)
 
 
 @pytest.mark.parametrize("weights", [[0.0, 0.0, 0.0], [math.nan] * 3], ids=str)
 def test_weights_of_which_none_counts_give_an_id_all_the_same(weights):
     """Callers report them, so a choice must not fail before."""
     got = Fixed(0.0, 0.5, ALMOST_ONE).choose(torch.tensor([weights] * 3))
-    promise(got.shape == (3,) and bool(((got >= 0) & (got < 3)).all()),
-            f"three rows of weights {weights}",
-            "any ids from 0 to 2", short(got), "the id is clamped: the caller reports such weights")
+    assert got.shape == (3,) and bool(((got >= 0) & (got < 3)).all())
 
 
 def test_a_token_of_weight_zero_is_never_chosen():
+    """Of 30 weights between zeros, u = 0 chooses the first, and u -> 1 the last."""
     for tail in (0, 1, 50):
         for some in some_logits(20, 2, 30).abs() * 1e-3:
             weights = torch.nn.functional.pad(some.float(), (tail, tail))
-            picks = Fixed(0.0, ALMOST_ONE).choose(weights)
-            compare(picks, [tail, tail + 29], {
-                "the running sum and the total need float64, both": [tail, tail + 30]},
-                f"30 weights between {tail} zeros on each side, u = 0 and u -> 1: the first with "
-                "weight, and the last")
-    compare(Fixed(0.0, 0.5, ALMOST_ONE).choose(torch.eye(3)[[1, 1, 1]]), [1, 1, 1], {},
-            "the weights 0 1 0")
+            assert Fixed(0.0, ALMOST_ONE).choose(weights).tolist() == [tail, tail + 29]
+    assert Fixed(0.0, 0.5, ALMOST_ONE).choose(torch.eye(3)[[1, 1, 1]]).tolist() == [1, 1, 1]
 
 
 # --- in which order the library spends them

@@ -71,6 +71,9 @@ DRAFTERS = {
         SelfDraft(m, range(8), 2), Then(ModelDraft(small(m), dice(3, False)), NGram(3, 1))),
     "another model's skip": lambda m: ModelDraft(make(m.c, 9, m.tok.device), 3, [0, 1, 3, 4, 8]),
     "exit, short head": lambda m: SelfDraft(ShortHead(m, [4, 9, 0, 2, 16, 3]), range(8), 4),
+    "copy in int4": lambda m: SelfDraft(quantise(m, "int4", head="int4"), FULL, dice()),
+    "copy, short head": lambda m: SelfDraft(
+        ShortHead(quantise(m, head="int8"), [4, 9, 0, 2, 16, 3]), without(6, attn=[2]), Unsure(4)),
     "model of fewer ids": lambda m: ModelDraft(padded(m, 12), 4),
     "model of more ids": lambda m: ModelDraft(padded(m, 20), 4),
     "long": lambda m: SelfDraft(m, range(10), 12),  # longer than the spare slots after the limit
@@ -78,7 +81,8 @@ DRAFTERS = {
 PAIRS = ["model, model", "exit, model, ngram"]
 SOME = ["none", "ngram", "skip", "model", "long", *PAIRS]
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])     # a GPU: test_paper_gpu.py
-test_poison = promises.poison(DRAFTERS, ["exit, diced", "model, diced", *PAIRS])
+test_poison = promises.poison(
+    DRAFTERS, ["exit, diced", "model, diced", "copy in int4", "copy, short head", *PAIRS])
 test_end_of_text_at_every_position = promises.end_of_text(
     DRAFTERS, ["ngram", "exit", "skip", *PAIRS], range(7))
 test_context_limit = promises.context_limit(DRAFTERS, SOME)
@@ -104,9 +108,16 @@ def test_empty_skip_set_needs_the_fewest_passes(models, family, gamma):
 def test_what_is_shared_is_handed_over_and_not_run_again(models, monkeypatch, sublayers, shared):
     m = models["llama"]
     monkeypatch.setattr(m, "run", Mock(wraps=m.run))
-    _, r = next(rounds(m, PROMPTS, 20, SelfDraft(m, sublayers, 3)))
+    drafter = SelfDraft(m, sublayers, 3)
+    drafter.taps = range(12)
+    _, r = next(rounds(m, PROMPTS, 20, drafter))
     assert r.draft.reuse.first == shared
+    assert [*r.draft.reuse.trace] == [*range(shared)]
     assert list(m.run.call_args.args[3]) == list(range(shared, 12)), "the others, and only those"
+    for b, prompt in enumerate(PROMPTS):
+        _, trace = read(m, prompt + r.draft.tokens[b].tolist(), drafter.taps)
+        for tap, state in trace.items():
+            assert (r.trace[tap][b] - state[0, len(prompt) - 1 :]).abs().max() < 1e-9
 
 
 def skipping(m, draft, sublayers, rule, far):
@@ -218,6 +229,9 @@ LAWS = {
                                                 Says(lambda state: 2 * (len(state.known[0]) > 3)))),
     "gemma3 skip": (TINY_GEMMA3, lambda m: SelfDraft(m, [0, 1, 4, 5], 2)),
     "gemma2 short head": (TINY_GEMMA, lambda m: SelfDraft(ShortHead(m, [1, 2]), [0, 2, 3, 5], 2)),
+    "copy in int4": (TINY, lambda m: SelfDraft(quantise(m, "int4", head="int4"), range(4),
+                                               Unsure(2))),
+    "gemma2 copy": (TINY_GEMMA, lambda m: SelfDraft(quantise(m), [0, 1, 3], 2)),
     "model of fewer ids": (TINY, lambda m: ModelDraft(padded(m, 2), 2)),
     "gemma2 model of more ids": (TINY_GEMMA, lambda m: ModelDraft(padded(m, 5), 2))}
 test_exact_law = promises.exact_law(LAWS, count=3)
@@ -225,14 +239,7 @@ test_exact_law_of_a_ragged_batch = promises.exact_law_of_a_ragged_batch(
     LAWS, ["exit, stopped", "sure exit, ngram"])
 
 
-# --- n-grams
-
-
-def test_ngram_copies_the_latest_continuation(models):
-    texts = [[1, 2, 3, 9, 1, 2, 4, 5, 1, 2], [7, 7, 7], [6], [1, 2, 3, 4]]
-    _, r = next(rounds(models["llama"], texts, 9, NGram(3, 2)))
-    drafts = [row[:n] for row, n in zip(r.draft.tokens.tolist(), r.proposed.tolist(), strict=True)]
-    assert drafts == [[4, 5, 1], [7], [], []]
+# --- n-grams (by hand and by a search: test_suffix.py)
 
 
 def test_an_ngram_knows_nothing_of_the_text_before(models):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_by_outcomes import batches, one_row, rows_stand_for_themselves, writes_the_law
+from test_by_outcomes import batches, chains_stand_for_themselves, one_row, writes_the_law
 from test_speculative import LAWS
 from tiny import law, wide
 
@@ -17,20 +17,16 @@ from verification import verify
 one_block = partial(one_row, judge=verify_block)
 
 
-@pytest.mark.parametrize("K, length", [(1, None), (2, None), (2, 1), (2, 0), (3, None)])
-def test_drawn_drafts(K, length):
-    writes_the_law(one_block, f"{K} drafts, {length} proposed", range(K), K + 1, length=length)
-
-
-def test_copied_drafts():
-    writes_the_law(one_block, "copied proposals", range(2), 3, [2, 0])
+@pytest.mark.parametrize("K, length, copied", [
+    (1, None, None), (2, None, None), (2, 1, None), (2, 0, None), (3, None, None),
+    (2, None, [2, 0])])
+def test_drafts(K, length, copied):
+    writes_the_law(one_block, f"{K} drafts", range(K), K + 1, copied, length=length)
 
 
 @batches
 def test_rows_stand_for_themselves(unsure, lengths, dead):
-    rows_stand_for_themselves(lambda p, tokens, q, coins, length: verify_block(p, q, tokens,
-                                                                               coins, length),
-                              [range(2)] * len(lengths), lengths, unsure, dead)
+    chains_stand_for_themselves(verify_block, lengths, unsure, dead)
 
 
 SOME = ["exit", "exit, stopped", "ngram", "gemma2 skip"]

@@ -627,17 +627,28 @@ def check_SelfDraft_propose(c, ours, theirs):
         drafter.begin(state, {})
         return f(drafter, state)
 
-    draft, want = proposed(ours), proposed(theirs)
     given = told(c, [known])
+    draft, said = outcome(proposed, (ours,))
+    want, says = outcome(proposed, (theirs,))
+    promise(said == says, given, says, said, LIKELY)
+    if says != "a result":
+        return
     agree([draft.tokens], [want.tokens], given)
     if want.tokens.shape[1]:
         agree([draft.q], [want.q], given, relative=False)
+    parts = [r and [r.first, r.x, [*r.trace], r.trace] for r in (draft.reuse, want.reuse)]
+    if all(parts) and not difference(*parts, relative=False):
+        return
     if draft.reuse is None:
+        if want.reuse and want.reuse.first:
+            c.remarks.append("right, but it gains less: the target runs the sub-layers again that "
+                             "the draft shares with it; hand them over as `reuse`")
         return
     promise(c.model == "the target" and want.tokens.numel(), given, "nothing handed over",
-            "a Reuse", "only the target's own states are the target's")
+            "a Reuse", "a copy's states are rough: hand over only where self.is_target is true")
     first, most = draft.reuse.first, shared_prefix(drafter.sublayers)
-    promise(first <= most, given, f"at most {most} sub-layers", f"{first}")
+    promise(first <= most, given, f"at most {most} sub-layers", f"{first}",
+            "after its first gap a draft computes other states than the target")
     promise(set(draft.reuse.trace) == {tap for tap in taps if tap < first}, given,
             f"a trace of the taps before {first}", f"{sorted(draft.reuse.trace)}")
     for b, text in enumerate(known):
