@@ -8,7 +8,7 @@ from tiny import tree
 
 import checkpoint
 from machine import files
-from machine.files import cache_file, replacing
+from machine.files import cache_file, find_hashed, keep_hashed, replacing
 
 STORED = Path(__file__).resolve().parents[1] / "weights/stories-draft"
 
@@ -82,3 +82,14 @@ def test_weights_are_not_held_in_memory_by_the_file_that_they_were_read_from(mon
     assert not opened
     assert all(stored[:].shape == stored.shape for stored in found.values())
     assert not opened, "a file that stays open keeps its pages"
+
+
+def test_what_is_kept_is_found_only_as_it_was_written(tmp_path):
+    keep_hashed(tmp_path / "rows-1", ".so", b"loops")
+    [path] = tmp_path.iterdir()
+    for content in (b"loop", b"loopx", b"", b"another library"):
+        assert find_hashed(tmp_path / "rows-1", ".so") == path
+        path.write_bytes(content)
+        assert find_hashed(tmp_path / "rows-1", ".so") is None and not path.exists()
+        path.write_bytes(b"loops")
+    assert find_hashed(tmp_path / "rows-2", ".so") is None

@@ -310,17 +310,15 @@ def test_two_processes_may_compile_at_once(folder):
     assert [path.suffix for path in (folder / "self-speculative-decoding").iterdir()] == [".so"]
 
 
-def test_a_damaged_or_foreign_kept_file_is_compiled_anew(folder):
+def test_a_damaged_kept_file_is_compiled_anew(folder):
     """A truncated library would end each later run with SIGBUS, and no output."""
     assert "compiling" in first() and "True\n" == first()
     [path] = folder.rglob("*.so")
     whole = path.read_bytes()
-    foreign = Path(torch._C.__file__).read_bytes()
-    for content in (whole[:5000], whole[:-1] + b"x", b"", foreign):
-        path.write_bytes(content)
-        said = first()
-        assert "compiling" in said and "True" in said
-        assert [p.read_bytes() for p in folder.rglob("*.so")] == [whole]
+    path.write_bytes(whole[:5000])
+    said = first()
+    assert "compiling" in said and "True" in said
+    assert [p.read_bytes() for p in folder.rglob("*.so")] == [whole]
 
 
 def test_what_cannot_be_loaded_or_is_another_library_is_not_used(folder, monkeypatch, capsys):
