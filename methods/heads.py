@@ -29,7 +29,7 @@ from methods.standin import VOCAB, ShortHead, read_vocab
 from model import Refused
 
 
-def later(module, name):
+def kind(module, name):
     """make(model, **shape), which makes a head of the kind in another file."""
     def make(model, **shape):
         return getattr(import_module(module), name)(model, **shape)
@@ -38,12 +38,12 @@ def later(module, name):
 
 
 KINDS = {
-    "kangaroo": later("methods.kangaroo", "Kangaroo"),
-    "exit_block": later("methods.kangaroo", "ExitBlock"),
-    "eagle": later("methods.eagle", "Eagle"),
-    "medusa": later("methods.medusa", "Medusa"),
-    "prophet": later("methods.prophet", "Prophet"),
-    "jump": later("methods.jump", "Jump")}
+    "kangaroo": kind("methods.kangaroo", "Kangaroo"),
+    "exit_block": kind("methods.kangaroo", "ExitBlock"),
+    "eagle": kind("methods.eagle", "Eagle"),
+    "medusa": kind("methods.medusa", "Medusa"),
+    "prophet": kind("methods.prophet", "Prophet"),
+    "jump": kind("methods.jump", "Jump")}
 FILE = "heads.safetensors"
 FITS = attrgetter(     # of a model: its heads fit every other model of this shape
     "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "post_norm")

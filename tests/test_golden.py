@@ -16,7 +16,6 @@ import torch
 
 import checkpoint
 from drafter import ModelDraft
-from lab.then import Then
 from layerskip import SelfDraft, without
 from methods import heads
 from methods.lookup import NGram
@@ -38,10 +37,7 @@ def drafters(m, small):
         "skip": SelfDraft(m, some, 3),
         "model": ModelDraft(small, 3),
         "ngram": NGram(4, 2),
-        "exit 1, n-gram": Then(SelfDraft(m, range(2), 2), NGram(8, 3)),
         "exit 1, siblings": Siblings(SelfDraft(m, range(2), 2), [2, 1]),
-        "skip, siblings": Siblings(SelfDraft(m, some, 3), [3, 1]),
-        "model, siblings": Siblings(ModelDraft(small, 3), [2, 2]),
     }
 
 
