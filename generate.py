@@ -44,7 +44,7 @@ def later(module, name):
 
 
 HEADS = Source(later("support.drafts", "trained"), "gamma tree rule")
-COPY = Source(later("support.drafts", "itself_quantised"), "gamma skip draft-vocab rule")
+QUANTISED = Source(later("support.drafts", "itself_quantised"), "gamma skip draft-vocab rule")
 SOURCES = {     # the names for --draft, and the flags that go with them
     "auto": Source(later("support.auto", "auto"), "gamma skip draft-vocab draft-model draft-quant"),
     "none": Source(no_draft, ""),
@@ -52,9 +52,9 @@ SOURCES = {     # the names for --draft, and the flags that go with them
     "skip": Source(later("support.drafts", "without_some"), "gamma skip draft-vocab rule"),
     "ngram": Source(later("support.drafts", "ngram"), "gamma rule"),
     "suffix": Source(later("support.drafts", "suffix"), "gamma rule"),
-    **dict.fromkeys(flags.KINDS, COPY),
+    **dict.fromkeys(flags.KINDS, QUANTISED),
     **dict.fromkeys(("kangaroo", "exit_block", "eagle", "medusa", "prophet", "jump"), HEADS),
-    # what a path can name
+    # for --draft with a path; these are not names for it
     "model": Source(later("support.drafts", "small_model"), "gamma draft-quant draft-vocab rule"),
     "heads": HEADS,
     "file": Source(later("support.drafts", "from_a_file"), "gamma rule")}
@@ -65,7 +65,7 @@ def parse(argv):
 
 
 def plan_of(options, model, tokenizer, rows=1):
-    options = flags.Options(**vars(options) | {"rows": rows})
+    options = flags.Options(**vars(options) | {"rows": rows})   # a copy that knows the batch
     return SOURCES[options.source].plan(options, model, tokenizer)
 
 

@@ -1,6 +1,6 @@
-"""Notes on standard error, files that are replaced as a whole, and what is kept between runs in the
-user's cache folder, which is compiled loops and measured costs. All that is kept can be made again,
-and its name says what it depends on.
+"""Notes on standard error; files that are replaced as a whole; and the user's cache folder, which
+keeps compiled loops and measured costs between runs. All that is in it can be made again, and the
+name of a file says what it depends on.
 """
 import contextlib
 import hashlib
@@ -72,8 +72,8 @@ def write_file(path, text):
 
 
 def read_beside(path, read, *args):
-    """read(path, *args) of a file that may lie beside the weights. It is None if there is no such
-    file or if it cannot be used, because a stray file must not end a run."""
+    """read(path, *args) of a file that may lie beside the weights. Returns None if there is no
+    such file or if it cannot be used, because a stray file must not end a run."""
     try:
         return read(path, *args) if path.is_file() else None
     except (Refused, OSError) as e:
@@ -105,8 +105,8 @@ def digest(*contents):
 
 
 def keep_hashed(stem, suffix, content):
-    """`keep` in a file whose name ends with the hash of its content. `stem` is its path without
-    that."""
+    """`keep` in a file whose name ends with the hash of its content. `stem` is its path
+    without the hash and the suffix."""
     keep(stem.with_name(f"{stem.name}-{digest(content)}{suffix}"), content)
 
 

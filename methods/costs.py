@@ -1,7 +1,8 @@
 """What a pass and a draft cost.
 
 The one thing to remember: there is one unit everywhere, a pass of the target over one token of a
-short text. A longer text makes target and drafts dearer by what their attentions read.
+short text. A longer text makes target and drafts dearer by what their attentions read. (The Machine
+of another model has a unit of its own, and `Machine.unit` converts one into the other.)
 
 A `Machine` is counted by the weights that a pass reads (`by_weights`), by their bytes
 (`by_bytes`), or measured by the clock (`by_clock` in support/measure.py). A `Watch`
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 WIDE = 17   # tokens of a wide pass
-LARGE = 64e6    # bytes of a model's blocks, from which on a pass takes long to measure
+LARGE = 64e6    # bytes of a model's blocks: a pass over these or more waits for memory
 
 
 class Line(NamedTuple):
@@ -43,7 +44,7 @@ class Machine:
     mlp: float                  # of one block
     head: float                 # the output head
     step: float = 0.0           # what is fixed: choosing a token, starting the work
-    slope: float = 0.0          # what an attention costs more for each token of the text
+    slope: float = 0.0          # what one attention costs more for each token of the text
     wide: tuple = ((1, 1.0),)   # (T, a pass over T tokens of each row relative to one), T rising
     unit: float = 1.0           # what 1.0 is: so many weights, bytes or seconds
 

@@ -1,4 +1,4 @@
-"""The trained heads. Here are the table of their kinds, their costs and their files.
+"""The trained heads: their kinds, what each costs, and how it is loaded from a file.
 
     kind        reads                            predicts                       its own weights
     Kangaroo    the state after block E          the next token                 an attention
@@ -12,8 +12,9 @@
     Jump        the token, the state in the      the next token                 a block or more,
                 middle of the model before it                                   two matrices
 
-All of them use the model's embedding, final norm and output head. A new kind is a file beside these
-and an entry in KINDS, which imports it when a head of this kind is loaded.
+All of them use the model's embedding, final norm and output head. A new kind is a file beside this
+one and an entry in KINDS, which imports it when a head of this kind is loaded. Then `--draft` takes
+a folder with it, and with an entry in SOURCES of generate.py it has a name there, too.
 """
 import copy
 import json
@@ -78,7 +79,7 @@ def shorter(head, ids):
 
 
 def facts(folder):
-    """What the file of a head says about it."""
+    """The kind, the arguments ("shape"), the model and the ranks that the file of a head notes."""
     path = Path(folder) / FILE
     with guarded(f"{path}: no trained heads for this model"):
         noted = json.loads(safe_open(path, framework="pt").metadata()["heads"])
@@ -87,8 +88,9 @@ def facts(folder):
 
 def load(folder, model, kinds=KINDS):
     """The head in a folder, on this model and in its dtype, with the draft vocabulary that it
-    learnt, if one lies beside it, and recorded if the model is. Raises ValueError for a file that
-    is missing or damaged or was made for a model of another shape or vocabulary."""
+    learnt, if one lies beside it. Its own blocks are computed in the same way as the model's.
+    Raises ValueError for a file that is missing or damaged or was made for a model of another shape
+    or vocabulary."""
     path = Path(folder) / FILE
     vocab = Path(folder) / VOCAB
     about = facts(folder)

@@ -41,9 +41,12 @@ def lines(r):
     if r["ratio"] is None:
         return [verdict(r)]
     plain = r["baseline"]
-    gain = (f"{r['target_passes']} passes instead of {plain['target_passes']}, and "
-            f"{r['ratio']:.2f} times as fast: {r['tokens_per_second']:.0f} tokens/s, plain "
-            f"decoding {plain['tokens_per_second']:.0f} (medians of {REPEATS} runs in turn)")
+    passes = f"{r['target_passes']} passes instead of {plain['target_passes']}"
+    if r["new_tokens"] != plain["new_tokens"]:
+        passes = (f"{r['target_passes']} passes for {r['new_tokens']} tokens, "
+                  f"{plain['target_passes']} in plain decoding for {plain['new_tokens']}")
+    gain = (f"{passes}, and {r['ratio']:.2f} times as fast: {r['tokens_per_second']:.0f} tokens/s, "
+            f"plain decoding {plain['tokens_per_second']:.0f} (medians of {REPEATS} runs in turn)")
     return [gain, verdict(r)]
 
 

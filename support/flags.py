@@ -176,7 +176,7 @@ def parser(sources, only=None):
         help="how many tokens to write (default: 200)")
     add = p.add_argument_group("draft").add_argument
     add("--draft", metavar="HOW",
-        help=f"{', '.join(name for name in sources if name not in PATHS)}; or a folder with a "
+        help=f"{listed(sources)}; or a folder with a "
              "small model of the same tokenizer, or with trained heads; or your own, "
              "FILE.py:NAME, where NAME is (model, gamma) -> Drafter. auto (the default) chooses "
              "before every draft what promises most; int4 and the like draft with the model "
@@ -263,4 +263,9 @@ def source_of(options, sources):
     if Path(draft).is_dir():
         return "model" if (Path(draft) / "config.json").is_file() else "heads"
     raise Refused(f"--draft {draft}: neither a folder with a small model or with trained heads, "
-                  f"nor FILE.py:NAME, nor one of {', '.join(sources)}{download_first(draft)}")
+                  f"nor FILE.py:NAME, nor one of {listed(sources)}{download_first(draft)}")
+
+
+def listed(sources):
+    """The names for --draft."""
+    return ", ".join(name for name in sources if name not in PATHS)

@@ -30,12 +30,13 @@ from sampling import Coins, raw_probs, to_probs
 from speculative import State, one_round, rounds
 from verification import verify
 
-WIDTHS = 1, 2, 3, 4, 5, 8, 9, 13, MOST + 1      # of the blocks that are measured
+WIDTHS = 1, 2, 3, 4, 5, 8, 9, 13, MOST + 1      # tokens of the passes that are timed
 SECONDS = 3.0       # for a measurement that a run has to wait for
 CONTEXT = 64        # tokens before the one whose cost is measured
-ROUNDS = 4          # at least, in which an acceptance rate is measured in each of these texts
-AFTER = 32          # tokens at most: a small model soon repeats itself
+ROUNDS = 4          # at least, in which an acceptance rate is measured, in each of OPENINGS
+AFTER = 32          # tokens written in each, because a small model soon repeats itself
 TESTS = 8           # that a measured acceptance rate counts for: a text may be of another kind
+# a story, a question and code
 OPENINGS = """Once upon a time there was a little girl who lived with her brother in a small house
 by the sea. Every morning they walked along the beach and looked for shells. One day they found a
 box in the sand. It was old and heavy, and it was locked. "What do you think is in it?" asked the
@@ -233,13 +234,14 @@ def measure_step(model, twin, context=CONTEXT):
 
 
 def read_machine(path, c):
-    """The Machine in a file with its fields, for a model of this Config. They may have any unit,
-    and only "attention", "mlp" and "head" must be there. Raises ValueError for any other file."""
+    """The Machine in a file with its fields, for a model of this Config. The costs may have any
+    unit, and only "attention", "mlp" and "head" must be there. Raises ValueError for any other
+    file."""
     raw = read_json(Path(path))
     with guarded(f"{path}: not a table of costs for this model, as lab.bench costs --out writes "
                  "it"):
         for key in ("arms", "around", "command", "commit", "date", "flags", "machine", "torch"):
-            raw.pop(key, None)      # of others
+            raw.pop(key, None)      # these are not costs
         unit = raw.pop("unit", 1.0)
         wide = tuple(map(tuple, raw.pop("wide", ((1, 1.0),))))
         if raw.pop("blocks", c.n_layers) != c.n_layers:

@@ -106,6 +106,8 @@ def test_compare(call, once):
     assert plain["new_tokens"] == plain["target_passes"] == 12
     said = call("Once upon a time", *SHORT, "--compare")[1]
     assert "identical to plain decoding" in said and "passes instead of 12" in said
+    longer = compare.lines({**r, "new_tokens": 20})[0]
+    assert "passes for 20 tokens, 12 in plain decoding for 12, and" in longer
     nothing = as_json(call, "--compare", "--max-new", "0")
     assert nothing["ratio"] is None and nothing["identical"] is True
     assert r["ratio"] == pytest.approx(r["tokens_per_second"] / plain["tokens_per_second"])

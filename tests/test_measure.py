@@ -13,7 +13,7 @@ from machine.quant import quantise
 from machine.recorded import Recorded, Session
 from machine.tapes import simulated
 from methods.arms import candidates, self_draft
-from methods.costs import Machine, by_weights
+from methods.costs import Machine, by_bytes, by_weights
 from sampling import to_probs
 from support import measure
 from support.measure import Measured, as_measured, by_clock, kept_costs, measure_arms
@@ -54,7 +54,7 @@ def test_what_a_machine_is_made_of(models, monkeypatch):
     assert {key.piece.sublayers for key in fast.tapes if key.piece} == {tuple(range(12))}
     slope = 9.6 / 960 / 6
     block = 42 / 6 - 64 * slope
-    counted = measure.by_bytes(models["llama"])
+    counted = by_bytes(models["llama"])
     mlp = block * counted.mlp / (counted.attention + counted.mlp)
     want = Machine.of(6, block - mlp, mlp, 2.0, 1.0, slope)
     assert astuple(m)[:6] == pytest.approx(astuple(want)[:6])

@@ -55,7 +55,7 @@ def test_every_command_of_a_card_parses_and_names_files_that_exist(monkeypatch):
 
 
 def test_the_table_of_papers_says_what_each_reached_here():
-    """By a figure, which tests/test_figures.py compares with its result, or by a link to where it
+    """By a figure, which test_figures.py compares with its result, or by a link to where it
     is told."""
     table = PAPERS[PAPERS.index("| paper |") :].splitlines()[2:]
     rows = [row.split("|") for row in table if row.startswith("|")]
