@@ -32,7 +32,7 @@ from model import Refused
 
 def kind(module, name):
     """make(model, **shape), which makes a head of the kind in another file."""
-    def make(model, **shape):
+    def make(model, /, **shape):
         return getattr(import_module(module), name)(model, **shape)
 
     return make
@@ -83,6 +83,8 @@ def facts(folder):
     path = Path(folder) / FILE
     with guarded(f"{path}: no trained heads for this model"):
         noted = json.loads(safe_open(path, framework="pt").metadata()["heads"])
+        if not isinstance(noted["kind"], str) or not isinstance(noted["shape"], dict):
+            raise Refused("its kind or its shape makes no sense")
         return {key: noted[key] for key in ("kind", "shape", "model", "ranks")}
 
 

@@ -237,7 +237,10 @@ def test_damaged_files_are_refused(tmp_path, models):
     save_head(Medusa(models["llama"], 2), tmp_path)
     file = tmp_path / heads.FILE
     whole = file.read_bytes()
-    for broken in b"", whole[:-9], whole.replace(b"medusa", b"magics"):
+    for broken in (b"", whole[:-9], whole.replace(b"medusa", b"magics"),
+                   whole.replace(rb'\"medusa\"', rb'[\"medu\"]'),
+                   whole.replace(rb'\"shape\": {', rb'\"shape\":[{').replace(b"}, ", b"}],")):
+        assert broken != whole
         file.write_bytes(broken)
         with pytest.raises(ValueError, match="no trained heads for this model: "):
             heads.load(tmp_path, models["llama"])
