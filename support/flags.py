@@ -74,7 +74,10 @@ class Plan:
     @property
     def note(self):
         """The line that the run prints about it."""
-        note = f"draft: {self.draft}{self.about}, gamma {self.gamma}"
+        note = f"draft: {self.draft}{self.about}, gamma "
+        if self.draft == "auto" or self.options.rule is not None:
+            note += "at most "
+        note += str(self.gamma)
         if self.options.rule is not None:
             note += f", rule {self.options.rule}"
         return note
