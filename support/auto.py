@@ -32,8 +32,8 @@ def auto(options, model, tokenizer):
         skip = named_or_beside(options.skip, folder / "skip.json", read_skip, model.c.n_layers)
     # trap: several processes would measure different costs, and so draft different tokens. With
     # other costs a draft also spends other random numbers, so the same seed writes another text
-    large = size(model.blocks) >= LARGE or model.tok.is_cuda    # bytes do not say what it takes
-    same = options.temperature == 0 or options.exact    # the text, however it is drafted
+    large = size(model.blocks) >= LARGE or model.tok.is_cuda    # bytes do not tell a GPU's time
+    same = options.temperature == 0 or options.exact    # another draft, the same text
     measured = alone and (options.fast or large and same)
     machine = by_bytes(model)
     unit = machine.unit

@@ -27,7 +27,7 @@ from tiny import (
 
 from control import Confidence
 from drafter import ModelDraft
-from kvcache import KVCache
+from kvcache import KVCache, new_cache
 from lab.then import Then
 from layerskip import SelfDraft, without
 from machine.quant import quantise
@@ -74,6 +74,7 @@ DRAFTERS = {
     "copy in int4": lambda m: SelfDraft(quantise(m, "int4", head="int4"), FULL, dice()),
     "copy, short head": lambda m: SelfDraft(
         ShortHead(quantise(m, head="int8"), [4, 9, 0, 2, 16, 3]), without(6, attn=[2]), Unsure(4)),
+    "model in int4": lambda m: ModelDraft(quantise(small(m), "int4", head="int4"), Unsure(4)),
     "model of fewer ids": lambda m: ModelDraft(padded(m, 12), 4),
     "model of more ids": lambda m: ModelDraft(padded(m, 20), 4),
     "long": lambda m: SelfDraft(m, range(10), 12),  # longer than the spare slots after the limit
@@ -232,11 +233,23 @@ LAWS = {
     "copy in int4": (TINY, lambda m: SelfDraft(quantise(m, "int4", head="int4"), range(4),
                                                Unsure(2))),
     "gemma2 copy": (TINY_GEMMA, lambda m: SelfDraft(quantise(m), [0, 1, 3], 2)),
+    "model in int4": (TINY, lambda m: ModelDraft(quantise(small(m), "int4", head="int4"), 2)),
     "model of fewer ids": (TINY, lambda m: ModelDraft(padded(m, 2), 2)),
     "gemma2 model of more ids": (TINY_GEMMA, lambda m: ModelDraft(padded(m, 5), 2))}
 test_exact_law = promises.exact_law(LAWS, count=3)
 test_exact_law_of_a_ragged_batch = promises.exact_law_of_a_ragged_batch(
     LAWS, ["exit, stopped", "sure exit, ngram"])
+
+
+@each_family
+def test_a_cache_of_an_earlier_run_needs_no_cleaning(models, truth, family):
+    m = models[family]
+    cache = new_cache(m, 4, 45)
+    for drafter in SelfDraft(m, range(8), 4), NGram(4, 2), None:
+        cache.k.mul_(-3).add_(1)
+        cache.v.mul_(-3).add_(1)
+        outputs, _ = generate(m, PROMPTS, 24, drafter, cache=cache)
+        assert outputs == [row[:24] for row in truth[family]]
 
 
 # --- n-grams (by hand and by a search: test_suffix.py)
